@@ -1,0 +1,136 @@
+"""W real processes on one machine, each a rank of a gloo group: what the CLI and the tests run on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(RuntimeError):
+    """A rank raised or died; ``rank`` says which, ``error`` is what it raised (None: it died)."""
+
+    def __init__(self, rank: int, message: str, error: BaseException | None = None) -> None:
+        super().__init__(f"rank {rank}: {message}")
+        self.rank, self.error = rank, error
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a function that runs on a rank is told."""
+
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup
+
+    @property
+    def group_name(self) -> str:
+        return self.group.group_name
+
+
+class RankPool:
+    """Processes that stay up and run functions together.
+
+    Args:
+        world_size: processes.
+        group_sizes: sizes W of the groups (ranks 0..W-1) that :meth:`run` can use, beside all.
+        preload: modules that the server process imports once, before it forks the ranks.
+    """
+
+    def __init__(self, world_size: int, group_sizes: Sequence[int] = (), preload: Sequence[str] = ()) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, *preload])
+        self._store = tempfile.TemporaryDirectory(prefix="topkx-store-")
+        self.world_size = world_size
+        self._connections: list[Connection] = []
+        self.processes = []
+        sizes = sorted({*group_sizes, world_size})
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world_size, sizes, self._store.name, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, world_size: int | None = None, timeout_s: float = 300.0) -> list:
+        """``function(context, *args)`` on the first ``world_size`` ranks at once; their results by rank.
+
+        Raises:
+            RankError: the first rank that raised or died. The pool is closed when one died or hangs.
+        """
+        size = world_size or self.world_size
+        busy = dict(zip(self._connections[:size], range(size), strict=True))
+        for connection in busy:
+            connection.send((function, args, size))
+        results: list = [None] * size
+        failure: RankError | None = None
+        while busy:
+            ready = wait(list(busy), timeout=timeout_s)
+            if not ready:
+                ranks = sorted(busy.values())
+                self.close()
+                raise RankError(ranks[0], f"no answer within {timeout_s:g} s (waiting for ranks {ranks})")
+            for connection in ready:
+                rank = busy.pop(connection)
+                try:
+                    ok, value, text = connection.recv()
+                except (EOFError, ConnectionError):
+                    self.processes[rank].join(1)
+                    failure = failure or RankError(rank, f"died (exit code {self.processes[rank].exitcode})")
+                    continue
+                if ok:
+                    results[rank] = value
+                elif failure is None:
+                    failure = RankError(rank, text, value)
+        if failure is not None:
+            raise failure
+        return results
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        for connection in self._connections:
+            connection.close()
+        for process in self.processes:
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._connections, self.processes = [], []
+        self._store.cleanup()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _serve(rank: int, world_size: int, sizes: list[int], store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{store}/rendezvous", rank=rank, world_size=world_size)
+    groups = {size: dist.new_group(list(range(size))) for size in sizes}
+    while True:
+        try:
+            function, args, size = connection.recv()
+        except (EOFError, ConnectionError):
+            os._exit(0)  # the parent is gone or closed us; exchanges and groups end with the process
+        try:
+            answer = (True, function(RankContext(rank, size, groups[size]), *args), "")
+        except BaseException as error:
+            answer = (False, error, "".join(traceback.format_exception(error)))
+        try:
+            connection.send(answer)
+        except Exception:  # the result or the error cannot be pickled
+            connection.send((False, None, answer[2] or f"result cannot be sent: {answer[1]!r}"))
