@@ -16,7 +16,7 @@ from torch.fx.node import has_side_effect
 
 from . import checks
 from .exchange import TopkExchange, require_exchange
-from .layouts import Layout, get_layout, packed_row_words
+from .layouts import Layout, packed_row_words
 from .spec import KvMap, Merged, MergeSpec, empty_outputs
 
 Tensor = torch.Tensor
@@ -187,9 +187,7 @@ def _topk_rescue_fake(gathered, saturation, rows, valid, ids, logits, row_ends, 
 def _topk_rescue_cpu(gathered, saturation, rows, valid, ids, logits, row_ends, *args, **kwargs) -> Outputs:
     from .cpu.select import local_topk_words
 
-    spec, kv, exchange = _check_topk_rescue(
-        gathered, saturation, rows, valid, ids, logits, row_ends, *args, **kwargs
-    )
+    spec, kv, exchange = _check_topk_rescue(gathered, saturation, rows, valid, ids, logits, row_ends, *args, **kwargs)
     out = Merged(rows.clone(), valid.clone(), ids.clone())
     if exchange is not None:
         exchange.rescue(
@@ -201,9 +199,7 @@ def _topk_rescue_cpu(gathered, saturation, rows, valid, ids, logits, row_ends, *
 def _topk_rescue_cuda(gathered, saturation, rows, valid, ids, logits, row_ends, *args, **kwargs) -> Outputs:
     from .cute.launch import topk_rescue
 
-    spec, kv, exchange = _check_topk_rescue(
-        gathered, saturation, rows, valid, ids, logits, row_ends, *args, **kwargs
-    )
+    spec, kv, exchange = _check_topk_rescue(gathered, saturation, rows, valid, ids, logits, row_ends, *args, **kwargs)
     out = Merged(rows.clone(), valid.clone(), ids.clone())
     if exchange is not None:
         topk_rescue(exchange, gathered, saturation, out, logits, row_ends, spec, kv)
@@ -265,9 +261,7 @@ def _exchange_merge_cpu(words: Tensor, logits: Tensor, row_ends: Tensor, *args, 
     from .cpu.select import local_topk_words
 
     spec, kv, exchange = _check_exchange_merge(words, logits, row_ends, *args, emit_ids=emit_ids, **kwargs)
-    out = exchange.merge(
-        words, lambda t: local_topk_words(logits[t], row_ends[t], spec.topk), spec, kv, emit_ids
-    )
+    out = exchange.merge(words, lambda t: local_topk_words(logits[t], row_ends[t], spec.topk), spec, kv, emit_ids)
     return out.rows, out.valid, out.ids
 
 
@@ -301,7 +295,8 @@ def _check_merge_dcp_topk(
     rank: int,
     world_size: int,
     interleave: int,
-    row_starts: Tensor | None,
+    row_starts: Tensor | None = None,
+    *,
     group: str,
     local_topk: int,
     lane: int = 0,

@@ -132,8 +132,8 @@ def reserve(
 ) -> TopkExchange:
     """The exchange of ``group`` for calls of up to ``rows`` rows; made when there is none that large.
 
-    Collective: every rank of the group calls it with the same arguments, outside CUDA graph capture.
-    When one rank cannot, all ranks raise. Growing makes a new exchange; the old one stays alive for
+    Collective, also when there is nothing to make: every rank of the group calls it with the same
+    arguments, outside CUDA graph capture. When one rank cannot, all ranks raise. Growing makes a new exchange; the old one stays alive for
     graphs that captured it.
 
     Args:
@@ -168,34 +168,34 @@ def reserve(
     settings = ExchangeSettings(rows, topk, local_topk, layout_of(dtype).name)
     name = _Name(process_group.group_name, device, local_topk, lane)
     old = _exchanges.get(name)
-    if old is not None and (old.failure is not None or not old.belongs_to(process_group)):
-        del _exchanges[name]
-        old.close()
-        old = None
-    if old is not None:
-        same = (old.settings.topk, old.settings.layout) == (settings.topk, settings.layout)
+    if old is not None and old.belongs_to(process_group):
+        same = (old.settings.topk, old.settings.layout) == (topk, settings.layout)
         require(
             same,
             f"group {name.group!r} has an exchange for topk {old.settings.topk}, {old.settings.layout} with "
             f"local_topk {local_topk}, lane {lane}; topk {topk}, {settings.layout} needs another lane",
         )
-        if old.rows >= rows:
-            return old
-    _agree(process_group, (name.local_topk, name.lane, name.device.type, settings))
+    usable = old is not None and old.failure is None and old.belongs_to(process_group)
+    all_usable = _agree(process_group, (local_topk, lane, device.type, settings), usable)
+    if old is not None and all_usable and old.rows >= rows:
+        return old
     exchange = _build(process_group, device, lane, settings, env.timeout_s)
-    if old is not None:
+    if old is not None and all_usable:
         _outgrown.append(old)
+    elif old is not None:
+        old.close()
     _exchanges[name] = exchange
     return exchange
 
 
-def _agree(group: dist.ProcessGroup, wanted: tuple) -> None:
-    """Raises on every rank when the ranks asked for different exchanges."""
+def _agree(group: dist.ProcessGroup, wanted: tuple, usable: bool) -> bool:
+    """Whether every rank's present exchange is usable; raises on all ranks when they want different ones."""
     asked: list = [None] * group.size()
-    dist.all_gather_object(asked, wanted, group=group)
-    for rank, other in enumerate(asked):
-        if other != asked[0]:
-            raise TopkxError(f"reserve() differs between ranks: rank 0 asks for {asked[0]}, rank {rank} for {other}")
+    dist.all_gather_object(asked, (wanted, usable), group=group)
+    for rank, (other, _) in enumerate(asked):
+        if other != asked[0][0]:
+            raise TopkxError(f"reserve() differs between ranks: rank 0 asks for {asked[0][0]}, rank {rank} for {other}")
+    return all(usable for _, usable in asked)
 
 
 def _build(

@@ -1,10 +1,12 @@
-"""W real processes on one machine, each a rank of a gloo group: what the CLI and the tests run on."""
+"""W real processes on one machine, each a rank of one group: what the CLI and the tests run on."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ class RankContext:
     rank: int
     world_size: int
     group: dist.ProcessGroup
+    device: torch.device = torch.device("cpu")
 
     @property
     def group_name(self) -> str:
@@ -43,9 +46,16 @@ class RankPool:
         world_size: processes.
         group_sizes: sizes W of the groups (ranks 0..W-1) that :meth:`run` can use, beside all.
         preload: modules that the server process imports once, before it forks the ranks.
+        device_type: ``"cpu"`` (gloo), or ``"cuda"`` (NCCL beside gloo; rank r has GPU r).
     """
 
-    def __init__(self, world_size: int, group_sizes: Sequence[int] = (), preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        group_sizes: Sequence[int] = (),
+        preload: Sequence[str] = (),
+        device_type: str = "cpu",
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, *preload])
         self._store = tempfile.TemporaryDirectory(prefix="topkx-store-")
@@ -53,26 +63,38 @@ class RankPool:
         self._connections: list[Connection] = []
         self.processes = []
         sizes = sorted({*group_sizes, world_size})
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world_size, sizes, self._store.name, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self.processes.append(process)
+        # Ctrl-C goes to the whole terminal group; the ranks inherit this mask, so that only the parent
+        # sees it, and it ends them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                arguments = (rank, world_size, sizes, self._store.name, device_type, theirs)
+                process = context.Process(target=_serve, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                self._connections.append(ours)
+                self.processes.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def run(self, function: Callable[..., Any], *args: Any, world_size: int | None = None, timeout_s: float = 300.0) -> list:
-        """``function(context, *args)`` on the first ``world_size`` ranks at once; their results by rank.
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        each: Sequence[tuple] | None = None,
+        world_size: int | None = None,
+        timeout_s: float = 300.0,
+    ) -> list:
+        """``function(context, *args, *each[rank])`` on the first ``world_size`` ranks at once; results by rank.
 
         Raises:
             RankError: the first rank that raised or died. The pool is closed when one died or hangs.
         """
         size = world_size or self.world_size
         busy = dict(zip(self._connections[:size], range(size), strict=True))
-        for connection in busy:
-            connection.send((function, args, size))
+        for connection, rank in busy.items():
+            connection.send((function, args if each is None else (*args, *each[rank]), size))
         results: list = [None] * size
         failure: RankError | None = None
         while busy:
@@ -101,8 +123,9 @@ class RankPool:
         """Ends all ranks."""
         for connection in self._connections:
             connection.close()
+        deadline = time.monotonic() + 2
         for process in self.processes:
-            process.join(2)
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -116,10 +139,14 @@ class RankPool:
         self.close()
 
 
-def _serve(rank: int, world_size: int, sizes: list[int], store: str, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, sizes: list[int], store: str, device_type: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{store}/rendezvous", rank=rank, world_size=world_size)
+    device, backend = torch.device("cpu"), "gloo"
+    if device_type == "cuda":
+        device, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{store}/rendezvous", rank=rank, world_size=world_size)
     groups = {size: dist.new_group(list(range(size))) for size in sizes}
     while True:
         try:
@@ -127,7 +154,7 @@ def _serve(rank: int, world_size: int, sizes: list[int], store: str, connection:
         except (EOFError, ConnectionError):
             os._exit(0)  # the parent is gone or closed us; exchanges and groups end with the process
         try:
-            answer = (True, function(RankContext(rank, size, groups[size]), *args), "")
+            answer = (True, function(RankContext(rank, size, groups[size], device), *args), "")
         except BaseException as error:
             answer = (False, error, "".join(traceback.format_exception(error)))
         try:

@@ -54,9 +54,7 @@ def _create(size: int) -> tuple[Path, int]:
     except OSError as error:
         os.close(fd)
         path.unlink(missing_ok=True)
-        raise BackendUnavailableError(
-            f"{size} bytes: {error.strerror}; free some, or reserve fewer rows"
-        ) from error
+        raise BackendUnavailableError(f"{size} bytes: {error.strerror}; free some, or reserve fewer rows") from error
     return path, fd
 
 
@@ -101,5 +99,5 @@ def _gather(group: dist.ProcessGroup, path: Path | None, error: str | None) -> l
     dist.all_gather_object(everyone, (path, error), group=group)
     for rank, (_, found) in enumerate(everyone):
         if found is not None:
-            raise BackendUnavailableError(f"rank {rank} has no shared memory in {SHM}: {found}")
+            raise BackendUnavailableError(f"rank {rank} has no shared memory: {found}")
     return [path for path, _ in everyone]

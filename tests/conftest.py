@@ -1,0 +1,16 @@
+"""Shared fixtures: one pool of 16 rank processes for the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_topkx.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """16 gloo ranks with groups of 2 to 16; ``pool.run(f, *args, world_size=W)`` runs on the first W."""
+    with RankPool(16, group_sizes=range(2, 17)) as ranks:
+        yield ranks
