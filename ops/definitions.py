@@ -32,7 +32,9 @@ def _define(name: str, schema: str, fake, cpu, cuda, communicates: bool = False)
     _lib.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"topkx::{name}", fake, lib=_lib)
     if communicates:
-        has_side_effect(getattr(torch.ops.topkx, name).default)
+        packet = getattr(torch.ops.topkx, name)
+        has_side_effect(packet)  # what a Dynamo graph calls
+        has_side_effect(packet.default)  # what later graphs call
 
 
 def _kv_map(block_table: Tensor | None, req_id: Tensor | None, block_size: int, block_stride: int) -> KvMap | None:

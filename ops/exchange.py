@@ -133,8 +133,8 @@ def reserve(
     """The exchange of ``group`` for calls of up to ``rows`` rows; made when there is none that large.
 
     Collective, also when there is nothing to make: every rank of the group calls it with the same
-    arguments, outside CUDA graph capture. When one rank cannot, all ranks raise. Growing makes a new exchange; the old one stays alive for
-    graphs that captured it.
+    arguments, outside CUDA graph capture. When one rank cannot, all ranks raise. Growing makes a new
+    exchange; the old one stays alive for graphs that captured it.
 
     Args:
         group: process group or its name; 2 to 16 ranks.
@@ -245,7 +245,9 @@ def require_exchange(
 
 def reserved() -> list[str]:
     """One line an exchange: part of what compiled graphs depend on (a pass's ``uuid``)."""
-    return sorted(f"{name} {exchange.settings}" for name, exchange in _exchanges.items())
+    return sorted(
+        f"{name.group} {name.device.type} lane {name.lane} {exchange.settings}" for name, exchange in _exchanges.items()
+    )
 
 
 def release_all() -> None:
