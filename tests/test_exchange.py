@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+
+import vllm_topkx
 from vllm_topkx.ops.cpu import shared_memory
 from vllm_topkx.ops.errors import ExchangeTimeoutError, TopkxError
 from vllm_topkx.ops.exchange import TopkExchange, find_exchange
 from vllm_topkx.ops.reference import reference_topk, same_sets
-
-import vllm_topkx
 from vllm_topkx.ranks import RankContext, RankError, RankPool
 
 K, N, INTERLEAVE, L = 24, 10, 4, 90

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from vllm_topkx.ops import keys, layouts
 from vllm_topkx.ops.errors import TopkxError
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from vllm_topkx.ops.errors import TopkxError
-from vllm_topkx.ops.keys import owner_and_local
 
 import vllm_topkx
+from vllm_topkx.ops.errors import TopkxError
+from vllm_topkx.ops.keys import owner_and_local
 from vllm_topkx.ranks import RankContext, RankPool
 
 W, T, L, K, N, INTERLEAVE = 2, 3, 40, 8, 4, 2
