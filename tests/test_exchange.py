@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import vllm_topkx
+from vllm_topkx.ops.cpu import exchange as exchange_module
 from vllm_topkx.ops.cpu import shared_memory
 from vllm_topkx.ops.errors import ExchangeTimeoutError, TopkxError
 from vllm_topkx.ops.exchange import TopkExchange, find_exchange
@@ -205,7 +206,7 @@ def test_reserve_refusals(pool: RankPool) -> None:
 
 def destroyed_group(ctx: RankContext) -> tuple[str, str, list[int]]:
     group = dist.new_group(list(range(ctx.world_size)))
-    inner = RankContext(ctx.rank, ctx.world_size, group)
+    inner = RankContext(ctx.rank, ctx.world_size, group, ctx.device)
     name = group.group_name
     reserve(inner, rows=2)
     merge(inner, 0, 2)
@@ -267,6 +268,41 @@ def test_a_rank_that_never_pushes_is_named_and_waiting_costs_little(few: RankPoo
     for rank, (message, wrong) in enumerate(few.run(again)):
         assert ("unusable" in message) == (rank != 2)  # a broken exchange is never used again
         assert wrong == []
+
+
+def ended_in_the_middle(ctx: RankContext) -> tuple[str, str, list[int]]:
+    os.environ["VLLM_TOPKX_TIMEOUT_S"] = "0.5"
+    reserve(ctx, rows=2)
+    select, message = exchange_module.select_words, ""
+    if ctx.rank == 0:
+
+        def interrupted(*args: object) -> None:
+            raise KeyboardInterrupt
+
+        exchange_module.select_words = interrupted
+    try:
+        merge(ctx, 1, 2)
+    except (KeyboardInterrupt, ExchangeTimeoutError) as error:
+        message = type(error).__name__
+    finally:
+        exchange_module.select_words = select
+    try:
+        merge(ctx, 2, 2)
+        again = "accepted"
+    except (TopkxError, ExchangeTimeoutError) as error:
+        again = str(error)
+    reserve(ctx, rows=2)
+    return message, again, wrong_calls(ctx, [(3, 2)])
+
+
+def test_a_call_that_is_ended_in_the_middle_breaks_the_exchange(few: RankPool) -> None:
+    found = few.run(ended_in_the_middle)
+    (first, refused, _), *others = found
+    assert first == "KeyboardInterrupt"
+    assert "was ended by KeyboardInterrupt while its words were with the peers" in refused
+    for message, again, _ in others:  # call 1 waits for rank 0's rescue lists
+        assert message == "ExchangeTimeoutError" and "unusable" in again
+    assert [wrong for _, _, wrong in found] == [[]] * 3
 
 
 def fewer_rows(ctx: RankContext) -> ExchangeTimeoutError | None:

@@ -6,15 +6,21 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+GRACE_S = 2.0  # for ranks to end by themselves
 
 
 class RankError(RuntimeError):
@@ -32,11 +38,35 @@ class RankContext:
     rank: int
     world_size: int
     group: dist.ProcessGroup
-    device: torch.device = torch.device("cpu")
+    device: torch.device
 
     @property
     def group_name(self) -> str:
         return self.group.group_name
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Starts processes that never see Ctrl-C, which goes to all of a terminal; the parent sees it afterwards.
+
+    A start cut short would leave a process that nobody knows. Processes inherit the mask; the handler is
+    for other threads of the parent, to which the signal can go. The tracker goes first, as its start
+    resets the mask.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    resource_tracker.ensure_running()
+    held: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if held:
+        signal.raise_signal(signal.SIGINT)
 
 
 class RankPool:
@@ -63,20 +93,19 @@ class RankPool:
         self._connections: list[Connection] = []
         self.processes = []
         sizes = sorted({*group_sizes, world_size})
-        # Ctrl-C goes to the whole terminal group; the ranks inherit this mask, so that only the parent
-        # sees it, and it ends them.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for rank in range(world_size):
-                ours, theirs = context.Pipe()
-                arguments = (rank, world_size, sizes, self._store.name, device_type, theirs)
-                process = context.Process(target=_serve, args=arguments, daemon=True)
-                process.start()
-                theirs.close()
-                self._connections.append(ours)
-                self.processes.append(process)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            with _interrupts_held():
+                for rank in range(world_size):
+                    ours, theirs = context.Pipe()
+                    arguments = (rank, world_size, sizes, self._store.name, device_type, theirs)
+                    process = context.Process(target=_serve, args=arguments, daemon=True)
+                    process.start()
+                    theirs.close()
+                    self._connections.append(ours)
+                    self.processes.append(process)
+        except BaseException:
+            self.close(grace_s=0.0)
+            raise
 
     def run(
         self,
@@ -119,24 +148,25 @@ class RankPool:
             raise failure
         return results
 
-    def close(self) -> None:
-        """Ends all ranks."""
+    def close(self, grace_s: float = GRACE_S) -> None:
+        """Ends all ranks; those that still work after ``grace_s`` are killed."""
         for connection in self._connections:
             connection.close()
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + grace_s
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
         self._connections, self.processes = [], []
         self._store.cleanup()
 
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close(grace_s=0.0 if kind is KeyboardInterrupt else GRACE_S)
 
 
 def _serve(rank: int, world_size: int, sizes: list[int], store: str, device_type: str, connection: Connection) -> None:
@@ -152,12 +182,16 @@ def _serve(rank: int, world_size: int, sizes: list[int], store: str, device_type
         try:
             function, args, size = connection.recv()
         except (EOFError, ConnectionError):
-            os._exit(0)  # the parent is gone or closed us; exchanges and groups end with the process
+            # The parent is gone or closed us. multiprocessing gives back its semaphores (Inductor makes one)
+            # and leaves by os._exit: exchanges and groups end with the process, not in destructors.
+            return
         try:
             answer = (True, function(RankContext(rank, size, groups[size], device), *args), "")
         except BaseException as error:
             answer = (False, error, "".join(traceback.format_exception(error)))
         try:
             connection.send(answer)
+        except ConnectionError:
+            return  # closed while we worked
         except Exception:  # the result or the error cannot be pickled
             connection.send((False, None, answer[2] or f"result cannot be sent: {answer[1]!r}"))

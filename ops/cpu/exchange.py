@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -49,12 +50,29 @@ class SharedMemoryExchange(TopkExchange):
         """One merge: push ``words [T, words]``, poll the peers', select, rescue, write the epochs back."""
         rows = len(words)
         epochs = _as_uint32(self.epoch[:rows]) + np.uint32(1)  # wraps through 0
-        self._push(words, epochs)
-        gathered = self._poll(epochs, words.shape[1])
-        out, saturation = select_words(gathered, spec, kv, emit_ids)
-        self.rescue(gathered, saturation, out, lists, spec, kv)
-        self.epoch[:rows] = torch.from_numpy(epochs.view(np.int32))
+        with self._all_or_broken():
+            self._push(words, epochs)
+            gathered = self._poll(epochs, words.shape[1])
+            out, saturation = select_words(gathered, spec, kv, emit_ids)
+            self.rescue(gathered, saturation, out, lists, spec, kv)
+            self.epoch[:rows] = torch.from_numpy(epochs.view(np.int32))
         return out
+
+    @contextmanager
+    def _all_or_broken(self) -> Iterator[None]:
+        """A call that ends before its epochs are written back breaks the exchange, whatever ended it.
+
+        Its words may be with the peers; the next call would push others under the same epoch.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self.failure is None:
+                self.failure = TopkxError(
+                    f"a call on the exchange of group {self.group!r} was ended by {type(error).__name__} while its "
+                    f"words were with the peers: reserve the exchange again, on every rank"
+                )
+            raise
 
     def _push(self, words: torch.Tensor, epochs: np.ndarray) -> None:
         halves = tag_words(_as_uint32(words), epochs)
@@ -87,8 +105,20 @@ class SharedMemoryExchange(TopkExchange):
         which row into which list: the saturated ranks of a row take its lists in rank order.
         """
         rescued = saturation.nonzero().flatten()
-        if not len(rescued):
-            return
+        if len(rescued):
+            with self._all_or_broken():
+                self._rescue_rows(rescued, gathered, saturation, out, lists, spec, kv)
+
+    def _rescue_rows(
+        self,
+        rescued: torch.Tensor,
+        gathered: torch.Tensor,
+        saturation: torch.Tensor,
+        out: Merged,
+        lists: LocalLists,
+        spec: MergeSpec,
+        kv: KvMap | None,
+    ) -> None:
         mask = _as_uint32(saturation)[rescued.numpy()]
         candidates = Candidates.from_words(gathered[:, rescued], spec.local_topk, spec.layout.name)
         shape = (len(rescued), spec.world_size, spec.topk)
