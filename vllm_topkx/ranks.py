@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 GRACE_S = 2.0  # for ranks to end by themselves
 
 

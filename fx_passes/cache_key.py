@@ -1,0 +1,31 @@
+"""What a compiled graph depends on beside its inputs: part of Inductor's cache key."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+from .._version import __version__
+from ..ops import definitions
+from ..ops.exchange import reserved
+from ..settings import Settings
+
+
+@functools.cache
+def _source_hash() -> str:
+    """Of the passes, and of the ops that they call."""
+    folders = (Path(__file__).parent, Path(definitions.__file__).parent)
+    hasher = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+        hasher.update(path.name.encode() + b"\0" + path.read_bytes())
+    return hasher.hexdigest()
+
+
+def pass_uuid(name: str, *options: object) -> str:
+    """Identifies the pass ``name`` with ``options``: code, settings and the exchanges that are reserved now.
+
+    Without the exchanges, a cached graph that was compiled before a ``reserve()`` would be used after it.
+    """
+    state = (name, __version__, _source_hash(), options, Settings.from_env(), reserved())
+    return hashlib.sha256(repr(state).encode()).hexdigest()
