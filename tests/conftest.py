@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+# `python -m pytest` puts the checkout on the path, where the package lies in pieces: test the installed one.
+sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent.parent]
 
 import pytest
 

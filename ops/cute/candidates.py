@@ -1,0 +1,52 @@
+"""What selection asks of where candidates come from, and of what becomes of those that are kept.
+
+A candidate is an ``ord`` (0: empty) and a position; the better of two has the larger ``ord``, then the
+smaller position.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32
+
+
+class Source(Protocol):
+    """Where the candidates of a row come from.
+
+    Candidate ``c`` of ``(warp, group, i, lane)`` is ``((warp * groups + group) * items + i) * 32 + lane``:
+    consecutive lanes read consecutive memory, and the candidates of a warp are consecutive, so that one
+    scan over the warps orders them all.
+
+    Attributes:
+        items: candidates a thread holds at once.
+        groups: times ``items`` that a thread has; 1 and registers are then loaded once, or a traced value.
+    """
+
+    items: int
+    groups: int | Int32
+
+    def load(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
+        """Fills the registers ``ords`` and ``positions`` (0 where ``ord`` is 0) with a group."""
+
+
+class Sink(Protocol):
+    """What becomes of the candidates that are kept. ``put`` is called by their threads alone, the rest by all.
+
+    ``observe`` is told of every candidate before any is put; ``publish`` may then leave words 0..31 of
+    the partials 0 to 2, one a warp, which ``collect`` finds after a barrier.
+    """
+
+    def observe(self, group: Int32, i: int, kept: Boolean) -> None: ...
+
+    def publish(self, partials: cute.Tensor, warp: Int32, lane: Int32) -> None: ...
+
+    def collect(self, partials: cute.Tensor, warps: int, lane: Int32) -> None: ...
+
+    def put(self, place: Int32, group: Int32, i: int, ord: Uint32, position: Uint32) -> None: ...
+
+
+def is_kept(ord: Uint32, position: Uint32, high: Uint32, low: Uint32) -> Boolean:
+    """Whether a candidate is not empty and ranks at or above the threshold ``(high, low)``."""
+    return (ord != 0) & ((ord > high) | ((ord == high) & (~position >= low)))

@@ -1,0 +1,136 @@
+"""Exchanges whose slots lie in GPU memory: what kernels need of them, and the one over symmetric memory."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from ..errors import BackendUnavailableError, ExchangeTimeoutError, TopkxError
+from ..exchange import ExchangeSettings, TopkExchange
+from .device import multiprocessors, require_dsl, require_gpu
+from .record import FailureRecord
+
+#: Two micro-batches may be in flight, on two lanes, and the blocks of both must be resident together. A
+#: block takes the registers of a whole multiprocessor, so each launch gets half of them.
+LANES_AT_ONCE = 2
+
+
+class DeviceExchange(TopkExchange):
+    """A :class:`TopkExchange` on GPUs.
+
+    Attributes:
+        bases: int64 ``[W]`` on the device: address of every rank's buffer, as this rank's kernels see it.
+        record: where a kernel leaves what it waited for.
+        max_blocks: thread blocks of a launch that are resident at once.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, lane: int, settings: ExchangeSettings, timeout_s: float
+    ) -> None:
+        super().__init__(group, device, lane, settings, timeout_s)
+        self.bases: torch.Tensor | None = None
+        self.record = FailureRecord.pinned()
+        self.max_blocks = multiprocessors(device) // LANES_AT_ONCE
+
+    @property
+    def timeout_ns(self) -> int:
+        return int(self.timeout_s * 1e9)
+
+    def check_failure(self) -> None:
+        """Raises ``ExchangeTimeoutError`` when a kernel gave up waiting; a read of host memory."""
+        if self.failure is None and (found := self.record.failure()) is not None:
+            self.failure = ExchangeTimeoutError(
+                self.group, found.row, found.source, found.epoch, found.round, self.timeout_s
+            )
+        if self.failure is not None:
+            raise self.failure
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turns the CUDA error that follows a time limit into ``ExchangeTimeoutError``, naming who was late."""
+        try:
+            yield
+        except RuntimeError as error:
+            with contextlib.suppress(ExchangeTimeoutError):
+                self.check_failure()
+            if isinstance(self.failure, ExchangeTimeoutError):
+                raise self.failure from error
+            raise
+
+    def synchronize(self) -> None:
+        """Waits for the device, as ``torch.cuda.synchronize``; a time limit is named as such."""
+        with self.explained():
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        self.bases = None
+        self._free()
+        if self.failure is None:
+            self.failure = TopkxError(f"the exchange of group {self.group!r} was closed: reserve it again")
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Lets go of the buffer."""
+
+
+class SymmetricMemoryExchange(DeviceExchange):
+    """Ranks on GPUs of one NVLink domain; a rank stores to the others' memory and reads its own.
+
+    Only the peers' addresses are used, no multicast object.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, lane: int, settings: ExchangeSettings, timeout_s: float
+    ) -> None:
+        # Ranks go on together or raise together: else the others would wait in the next collective.
+        with _together(group, "cannot run the CUDA backend"):
+            require_dsl()
+            require_gpu(device)
+            super().__init__(group, device, lane, settings, timeout_s)
+        with torch.cuda.device(device):
+            with _together(group, "cannot allot symmetric memory"):
+                self._buffer: torch.Tensor | None = self._allocate()
+            with _together(group, "cannot map the memory of its peers (NVLink or peer access is missing)"):
+                bases = self._map(self._buffer)
+            # All buffers were zeroed before any rank was told of any: nobody stores earlier.
+            self.bases = torch.tensor(bases, dtype=torch.int64, device=device)
+
+    def _allocate(self) -> torch.Tensor:
+        """This rank's buffer, zeroed: epochs start at 1, so that zero is never waited for."""
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        buffer = symmetric_memory.empty(self.nbytes // 4, dtype=torch.int32, device=self.device)
+        buffer.zero_()
+        torch.cuda.synchronize(self.device)
+        return buffer
+
+    def _map(self, buffer: torch.Tensor) -> list[int]:
+        """Collective: every rank's buffer as this rank addresses it."""
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        handle = symmetric_memory.rendezvous(buffer, self.group)
+        # A buffer may begin inside the block that is mapped, at the same place on every rank.
+        inside = buffer.data_ptr() - handle.buffer_ptrs[self.rank]
+        return [pointer + inside for pointer in handle.buffer_ptrs]
+
+    def _free(self) -> None:
+        self._buffer = None
+
+
+@contextlib.contextmanager
+def _together(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """Collective: when the block raises on one rank, all raise ``BackendUnavailableError`` that names it."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    everyone: list = [None] * group.size()
+    dist.all_gather_object(everyone, None if error is None else str(error), group=group)
+    for rank, message in enumerate(everyone):
+        if message is not None:
+            raise BackendUnavailableError(f"rank {rank} {what}: {message}") from error

@@ -1,0 +1,186 @@
+"""``topkx::exchange_merge`` and ``topkx::merge_dcp_topk_``: push and merge in one launch."""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass.utils import SmemAllocator
+
+from .block_select import BlockSelect
+from .local_topk import LogitsSelector
+from .outputs import MergeSink, Outputs
+from .peers import Peers
+from .primitives import Divisor
+from .rank_words import RankWords
+from .rescue import DIGIT_BITS, RowRescue, stage_all
+from .row_words import ListSource, LogitsSource, WordStage, score_bits
+from .shape import RowShape
+from .wait import Watch
+
+
+class ExchangeMerge:
+    """Pushes this rank's candidates of every row to all ranks, then merges what they pushed.
+
+    It cannot deadlock. All blocks of the launch are resident, and each pushes all its rows before it waits
+    for any; a push waits for nothing, so every word of round 1 arrives. Blocks merge their rows in ascending
+    order, so of the rows that some rank has not finished, the lowest is being merged by all: its words are
+    there, hence all ranks that are saturated in it push their lists, and round 2 ends.
+
+    Args:
+        shape: of the merge.
+        from_words: the candidates come as words (``local_topk_words``), else as a local top-K (vLLM).
+    """
+
+    def __init__(self, shape: RowShape, from_words: bool) -> None:
+        self.shape, self.from_words = shape, from_words
+
+    @cute.jit
+    def __call__(
+        self,
+        words: cute.Tensor | None,
+        topk_indices: cute.Tensor | None,
+        row_starts: cute.Tensor | None,
+        logits: cute.Tensor | None,
+        row_ends: cute.Tensor | None,
+        block_table: cute.Tensor | None,
+        req_id: cute.Tensor | None,
+        rows: cute.Tensor | None,
+        valid: cute.Tensor | None,
+        ids: cute.Tensor | None,
+        epochs: cute.Tensor,
+        list_epoch: cute.Tensor | None,
+        bases: cute.Tensor,
+        count: Int32,
+        rank: Int32,
+        interleave: tuple[Int32, Int32, Int32],
+        block_size: tuple[Int32, Int32, Int32],
+        block_stride: Int32,
+        record: Int64,
+        timeout_ns: Int64,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launches ``blocks`` blocks over ``count`` rows; all of them must be resident at once.
+
+        From words: ``words [T, words]``, and with N < K ``logits``, ``row_ends``. From a local top-K:
+        ``topk_indices [T, K]`` (also written: ``ids`` is then None), ``logits``, ``row_starts`` or None.
+        ``epochs [capacity]``, ``list_epoch [slots, capacity]`` and ``bases [W]`` are the exchange's.
+        """
+        self.kernel(
+            words, topk_indices, row_starts, logits, row_ends, block_table, req_id, rows, valid, ids, epochs,
+            list_epoch, bases, count, rank, interleave, block_size, block_stride, record, timeout_ns,
+        ).launch(
+            grid=[blocks, 1, 1],
+            block=[self.shape.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        words: cute.Tensor | None,
+        topk_indices: cute.Tensor | None,
+        row_starts: cute.Tensor | None,
+        logits: cute.Tensor | None,
+        row_ends: cute.Tensor | None,
+        block_table: cute.Tensor | None,
+        req_id: cute.Tensor | None,
+        rows: cute.Tensor | None,
+        valid: cute.Tensor | None,
+        ids: cute.Tensor | None,
+        epochs: cute.Tensor,
+        list_epoch: cute.Tensor | None,
+        bases: cute.Tensor,
+        count: Int32,
+        rank: Int32,
+        interleave: tuple[Int32, Int32, Int32],
+        block_size: tuple[Int32, Int32, Int32],
+        block_stride: Int32,
+        record: Int64,
+        timeout_ns: Int64,
+    ) -> None:
+        tid, _, _ = cute.arch.thread_idx()
+        first_row, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        shape, watch = self.shape, Watch(record, timeout_ns)
+        peers = Peers(shape, bases, rank, epochs.shape[0])
+        out_ids = ids if const_expr(self.from_words) else topk_indices
+        out = Outputs(out_ids, block_table, req_id, rows, valid, Divisor(*block_size), block_stride)
+        smem = SmemAllocator()
+        select = BlockSelect.allocate(smem, shape.threads, DIGIT_BITS, common_bits=True)
+        stage, selector, rescue, bits = None, None, None, None
+        if const_expr(shape.rescues or not self.from_words):
+            stage = WordStage.allocate(smem, shape.topk, shape.fp32, shape.threads)
+            bits = score_bits(logits, shape.fp32)
+        if const_expr(shape.rescues):
+            if const_expr(self.from_words):
+                selector = LogitsSelector.allocate(smem, shape.threads, shape.fp32)
+            rescue = RowRescue(peers, select, stage, selector, list_epoch, watch)
+        # Nothing is stored before the grid that merged the call before has completed: its slots are then free.
+        cute.arch.griddepcontrol_wait()
+
+        for row in cutlass.range(first_row, count, blocks):
+            epoch = Uint32(epochs[row]) + 1
+            offset = peers.slot(epoch, rank, row)
+            if const_expr(self.from_words):
+                peers.push(words[row, None], shape.local_topk, offset, epoch)
+            else:
+                self.stage_best(self.own_list(bits, topk_indices, row_starts, row), select, stage)
+                peers.push(stage.stage, shape.local_topk, offset, epoch)
+                cute.arch.sync_threads()  # the next row uses the same stage
+        cute.arch.griddepcontrol_launch_dependents()
+
+        for row in cutlass.range(first_row, count, blocks):
+            epoch = Uint32(epochs[row]) + 1
+            request = out.request(row)
+            source = RankWords.slots(peers, epoch, row, Divisor(*interleave))
+            ords = cute.make_rmem_tensor(source.items, Uint32)
+            positions = cute.make_rmem_tensor(source.items, Uint32)
+            source.wait(ords, positions, epoch, row, watch)
+            high, low = select.threshold(source, ords, positions, Int32(shape.topk), Int32(0), Int32(0))
+            sink = MergeSink.of_row(source, rank, row, request, out)
+            total, first = select.count(source, ords, positions, high, low, sink)
+            if const_expr(shape.rescues):
+                saturated = sink.saturated()
+                if saturated == 0:
+                    select.write(source, ords, positions, high, low, first, sink)
+                    sink.pad(total)
+                else:
+                    if const_expr(self.from_words):
+                        own = LogitsSource.of_row(bits, row_ends, row, shape.fp32, shape.threads)
+                    else:
+                        own = self.own_list(bits, topk_indices, row_starts, row)
+                    rescue.run(source, own, saturated, row, request, out)
+            else:
+                select.write(source, ords, positions, high, low, first, sink)
+                sink.pad(total)
+            if tid == 0:
+                epochs[row] = Int32(epoch)  # a barrier ago all threads had read it
+            cute.arch.sync_threads()  # the next row uses the same shared memory
+
+    def own_list(
+        self, bits: cute.Tensor, topk_indices: cute.Tensor, row_starts: cute.Tensor | None, row: Int32
+    ) -> ListSource:
+        start = Int32(0) if row_starts is None else row_starts[row]
+        shape = self.shape
+        return ListSource(bits[row, None], topk_indices[row, None], start, shape.topk, shape.fp32, shape.threads)
+
+    @cute.jit
+    def stage_best(self, own: ListSource, select: BlockSelect, stage: WordStage) -> None:
+        """The best N of the caller's K into the stage, in his order; the stage can be read after this returns."""
+        if const_expr(self.shape.rescues):
+            best = stage.limited_to(self.shape.local_topk)
+            best.clear()
+            ords = cute.make_rmem_tensor(own.items, Uint32)
+            positions = cute.make_rmem_tensor(own.items, Uint32)
+            own.gather(ords, positions)
+            high, low = select.threshold(own, ords, positions, Int32(best.n), Int32(0), Int32(0))
+            _, first = select.count(own, ords, positions, high, low, best)
+            select.write(own, ords, positions, high, low, first, best)
+            cute.arch.sync_threads()
+        else:
+            stage_all(own, stage)

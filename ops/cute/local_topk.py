@@ -1,0 +1,91 @@
+"""``topkx::local_topk_words``: the words of the best N scores of each row, by ascending position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+from cutlass.utils import SmemAllocator
+
+from .block_select import BlockSelect
+from .row_words import LogitsSource, WordStage, score_bits
+from .wait import Watch
+
+#: One block a row of up to 131072 scores: as many threads as a block can have.
+THREADS = 1024
+#: Wide digits: the scores of a row spread over a few exponents only, see BlockSelect.
+DIGIT_BITS = 10
+
+
+@dataclass(frozen=True)
+class LogitsSelector:
+    """Selects the best n of a row of logits into a :class:`WordStage`; also what a rescue runs."""
+
+    select: BlockSelect
+    fp32: bool
+
+    @classmethod
+    def allocate(cls, smem: SmemAllocator, threads: int, fp32: bool) -> LogitsSelector:
+        return cls(BlockSelect.allocate(smem, threads, DIGIT_BITS, common_bits=False), fp32)
+
+    @cute.jit
+    def run(self, bits: cute.Tensor, end: Int32, stage: WordStage) -> None:
+        """Fills ``stage`` with the best ``stage.n`` of ``bits[:end]``; it can be read after this returns."""
+        stage.clear()
+        source = LogitsSource(bits, end, self.fp32, self.select.threads)
+        ords = cute.make_rmem_tensor(source.items, Uint32)
+        positions = cute.make_rmem_tensor(source.items, Uint32)
+        ord_bits = Int32(32 if self.fp32 else 16)
+        high, low = self.select.threshold(source, ords, positions, Int32(stage.n), ord_bits, source.position_bits)
+        _, first = self.select.count(source, ords, positions, high, low, stage)
+        self.select.write(source, ords, positions, high, low, first, stage)
+        cute.arch.sync_threads()
+
+
+class LocalTopkWords:
+    """One block a row.
+
+    Args:
+        n: candidates a row, 1..4096.
+        fp32: float32 scores and the ``fp32`` layout, else bfloat16 and ``bf16``.
+    """
+
+    def __init__(self, n: int, fp32: bool) -> None:
+        self.n, self.fp32 = n, fp32
+
+    @cute.jit
+    def __call__(
+        self,
+        logits: cute.Tensor,
+        row_ends: cute.Tensor,
+        words: cute.Tensor,
+        record: Int64,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launches on ``logits [T, L]``, ``row_ends [T]`` into ``words [T, packed_row_words(n)]``.
+
+        ``record``: address of the failure record that a row end outside 0..L is written to.
+        """
+        self.kernel(logits, row_ends, words, record).launch(
+            grid=[words.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, logits: cute.Tensor, row_ends: cute.Tensor, words: cute.Tensor, record: Int64) -> None:
+        tid, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
+        smem = SmemAllocator()
+        selector = LogitsSelector.allocate(smem, THREADS, self.fp32)
+        stage = WordStage.allocate(smem, self.n, self.fp32, THREADS)
+        cute.arch.griddepcontrol_wait()  # the logits may come from the kernel before
+        cute.arch.griddepcontrol_launch_dependents()
+        end, columns = row_ends[row], logits.shape[1]
+        if (end < 0) | (end > columns):
+            Watch(record, Int64(0)).fail(row, columns, Uint32(end), 0)
+        selector.run(score_bits(logits, self.fp32)[row, None], end, stage)
+        staged = stage.stage
+        for i in cutlass.range(tid, stage.words, THREADS):
+            words[row, i] = Int32(staged[i])

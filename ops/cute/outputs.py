@@ -1,0 +1,135 @@
+"""What a merge writes for a row: global ids, this rank's KV rows, their count, and who is saturated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32, const_expr
+
+from .primitives import WARP, Divisor, warp_or, warp_sum
+from .rank_words import RankWords
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where the rows of a call are written, as the kernels are given it; None for what was not asked for.
+
+    Attributes:
+        ids: int32 ``[T, K]``.
+        block_table: int32 ``[requests, blocks]``, and with it the rest.
+        req_id: int32 ``[T]``.
+        rows: int32 ``[T, K]``.
+        valid: int32 ``[T]``.
+        block_size: positions a block.
+        block_stride: KV rows from one block to the next.
+    """
+
+    ids: cute.Tensor | None
+    block_table: cute.Tensor | None
+    req_id: cute.Tensor | None
+    rows: cute.Tensor | None
+    valid: cute.Tensor | None
+    block_size: Divisor
+    block_stride: Int32
+
+    def request(self, row: Int32) -> Int32 | None:
+        """The request of ``row``: read it long before :meth:`MergeSink.put` needs it."""
+        return None if self.req_id is None else self.req_id[row]
+
+
+@dataclass(frozen=True)
+class MergeSink:
+    """Writes the outputs of a row; a sink for :meth:`.block_select.BlockSelect.place`.
+
+    Attributes:
+        source: the candidates.
+        rank: this rank.
+        row: of the call.
+        request: the row's, or None.
+        out: what is written.
+        counts: registers; winners of the ranks below this one, in the high half those up to this one; then
+            ranks (bits) that have a candidate which was not selected.
+    """
+
+    source: RankWords
+    rank: Int32
+    row: Int32
+    request: Int32 | None
+    out: Outputs
+    counts: cute.Tensor
+
+    @classmethod
+    def of_row(cls, source: RankWords, rank: Int32, row: Int32, request: Int32 | None, out: Outputs) -> MergeSink:
+        counts = cute.make_rmem_tensor(2, Uint32)
+        counts[0] = Uint32(0)
+        counts[1] = Uint32(0)
+        return cls(source, rank, row, request, out, counts)
+
+    @cute.jit
+    def observe(self, group: Int32, i: cutlass.Constexpr[int], kept: Boolean) -> None:
+        counts, rank = self.counts, self.source.rank_of(group, i)
+        if kept:
+            # At most K = 4096 winners: the two counts never meet in their word.
+            below = Uint32(1) if rank < self.rank else Uint32(0)
+            upto = Uint32(1 << 16) if rank <= self.rank else Uint32(0)
+            counts[0] = counts[0] + below + upto
+        elif rank < self.source.shape.world_size:
+            counts[1] = counts[1] | (Uint32(1) << Uint32(rank))
+
+    @cute.jit
+    def publish(self, partials: cute.Tensor, warp: Int32, lane: Int32) -> None:
+        counts = self.counts
+        winners, open = Uint32(warp_sum(Int32(counts[0]))), warp_or(counts[1])
+        if lane == 0:
+            partials[warp] = winners
+            partials[WARP + warp] = open
+
+    @cute.jit
+    def collect(self, partials: cute.Tensor, warps: cutlass.Constexpr[int], lane: Int32) -> None:
+        counts = self.counts
+        there = lane < warps
+        counts[0] = Uint32(warp_sum(Int32(partials[lane] if there else Uint32(0))))
+        counts[1] = warp_or(partials[WARP + lane] if there else Uint32(0))
+
+    def saturated(self) -> Uint32:
+        """Ranks all of whose N candidates were selected; to be asked in round 1, with N < K, after ``place``."""
+        return ~self.counts[1] & ((1 << self.source.shape.world_size) - 1)
+
+    @cute.jit
+    def put(self, place: Int32, group: Int32, i: cutlass.Constexpr[int], ord: Uint32, position: Uint32) -> None:
+        shape = self.source.shape
+        if place < shape.topk:  # more would come of indices that repeat
+            out = self.out
+            if const_expr(out.ids is not None):
+                ids = out.ids
+                ids[self.row, place] = Int32(position)
+            if const_expr(out.rows is not None):
+                interleave, block_size = self.source.interleave, out.block_size
+                if self.source.rank_of(group, i) == self.rank:
+                    stretch = interleave.divide(Int32(position))
+                    inside = Int32(position) - stretch * interleave.divisor
+                    j = stretch // shape.world_size * interleave.divisor + inside
+                    block = block_size.divide(j)
+                    kv_row = out.block_table[self.request, block] * out.block_stride + (j - block * block_size.divisor)
+                    rows = out.rows
+                    rows[self.row, place - self._below()] = kv_row
+
+    def _below(self) -> Int32:
+        return Int32(self.counts[0] & 0xFFFF)
+
+    @cute.jit
+    def pad(self, total: Int32) -> None:
+        """-1 for the places that are left, and the count of this rank's rows."""
+        tid, _, _ = cute.arch.thread_idx()
+        shape, ids, rows, valid = self.source.shape, self.out.ids, self.out.rows, self.out.valid
+        if const_expr(ids is not None):
+            for place in cutlass.range(total + tid, shape.topk, shape.threads, unroll=1):
+                ids[self.row, place] = Int32(-1)
+        if const_expr(rows is not None):
+            own = Int32(self.counts[0] >> 16) - self._below()
+            for place in cutlass.range(own + tid, shape.topk, shape.threads, unroll=1):
+                rows[self.row, place] = Int32(-1)
+            if tid == 0:
+                valid[self.row] = own

@@ -1,0 +1,211 @@
+"""Round 2: saturated ranks push their local top-K, and the row is selected again.
+
+:class:`RowRescue` is the code of a row, for the exchange and for ``topkx::topk_rescue``, whose kernel is
+:class:`TopkRescue`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass.utils import SmemAllocator
+
+from .block_select import BlockSelect
+from .local_topk import LogitsSelector
+from .outputs import MergeSink, Outputs
+from .peers import Peers
+from .primitives import Divisor
+from .rank_words import RankWords
+from .row_words import ListSource, LogitsSource, WordStage, score_bits
+from .shape import RowShape
+from .wait import Watch
+
+#: Keys of candidates that were selected before share their leading bits, and what is left spreads evenly.
+DIGIT_BITS = 8
+
+
+@dataclass(frozen=True)
+class RowRescue:
+    """Round 2 of the rows of a block.
+
+    Attributes:
+        peers: where lists are pushed.
+        select: shared memory of the second selection.
+        stage: shared memory for a row of K candidates.
+        selector: of this rank's best K of its logits; None when the caller brought them.
+        list_epoch: int32 ``[slots, capacity]``, times each list was used.
+        watch: the time limit.
+    """
+
+    peers: Peers
+    select: BlockSelect
+    stage: WordStage
+    selector: LogitsSelector | None
+    list_epoch: cute.Tensor
+    watch: Watch
+
+    @cute.jit
+    def stage_list(self, own: LogitsSource | ListSource) -> None:
+        """This rank's list into the stage: the best K by ascending position, or the caller's K in his order."""
+        if const_expr(self.selector is not None):
+            self.selector.run(own.bits, own.end, self.stage)
+        else:
+            stage_all(own, self.stage)
+
+    @cute.jit
+    def run(
+        self,
+        words: RankWords,
+        own: LogitsSource | ListSource,
+        saturated: Uint32,
+        row: Int32,
+        request: Int32 | None,
+        out: Outputs,
+    ) -> None:
+        """Selects row ``row`` again; all threads of the block call it, with the same ``saturated``, not 0.
+
+        Args:
+            words: of round 1.
+            own: where this rank's list comes from.
+            saturated: ranks that push a list.
+        """
+        tid, _, _ = cute.arch.thread_idx()
+        peers, shape, tags = self.peers, self.peers.shape, self.list_epoch
+        second = RankWords(
+            shape=shape,
+            width=shape.topk,
+            tagged=words.tagged,
+            held=False,
+            words=words.words,
+            stride=words.stride,
+            lists=peers.bases[peers.rank] + peers.list(Int32(0), row),
+            list_stride=peers.list_stride,
+            saturated=saturated,
+            interleave=words.interleave,
+        )
+        if second.is_saturated(peers.rank):
+            self.stage_list(own)
+            place = second.list_of(peers.rank)
+            peers.push(self.stage.stage, shape.topk, peers.list(place, row), Uint32(tags[place, row]) + 1)
+        second.wait_lists(tags, row, self.watch)
+        ords = cute.make_rmem_tensor(second.items, Uint32)
+        positions = cute.make_rmem_tensor(second.items, Uint32)
+        high, low = self.select.threshold(second, ords, positions, Int32(shape.topk), Int32(0), Int32(0))
+        sink = MergeSink.of_row(second, peers.rank, row, request, out)
+        total, first = self.select.count(second, ords, positions, high, low, sink)
+        self.select.write(second, ords, positions, high, low, first, sink)
+        sink.pad(total)
+        if tid < Int32(cute.arch.popc(saturated)):
+            tags[tid, row] = tags[tid, row] + 1  # a barrier ago all threads had read it
+
+
+@cute.jit
+def stage_all(own: ListSource, stage: WordStage) -> None:
+    """All K of the caller into the stage, each at its place; the stage can be read after this returns."""
+    ords = cute.make_rmem_tensor(own.items, Uint32)
+    positions = cute.make_rmem_tensor(own.items, Uint32)
+    stage.clear()
+    own.gather(ords, positions)
+    cute.arch.sync_threads()
+    for i in cutlass.range_constexpr(own.items):
+        if ords[i] != 0:
+            stage.put(own.place(i), Int32(0), i, ords[i], positions[i])
+    cute.arch.sync_threads()
+
+
+class TopkRescue:
+    """``topkx::topk_rescue``: round 2 after an all-gather and :class:`.select.TopkSelect`.
+
+    Blocks take rows in ascending order, so the lowest row that any rank has not finished is being worked
+    on by all ranks: as all blocks are resident, its lists arrive.
+
+    Args:
+        shape: of the merge, N < K.
+    """
+
+    def __init__(self, shape: RowShape) -> None:
+        self.shape = shape
+
+    @cute.jit
+    def __call__(
+        self,
+        gathered: cute.Tensor,
+        saturation: cute.Tensor,
+        logits: cute.Tensor,
+        row_ends: cute.Tensor,
+        block_table: cute.Tensor | None,
+        req_id: cute.Tensor | None,
+        rows: cute.Tensor | None,
+        valid: cute.Tensor | None,
+        ids: cute.Tensor | None,
+        list_epoch: cute.Tensor,
+        bases: cute.Tensor,
+        rank: Int32,
+        interleave: tuple[Int32, Int32, Int32],
+        block_size: tuple[Int32, Int32, Int32],
+        block_stride: Int32,
+        record: Int64,
+        timeout_ns: Int64,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launches ``blocks`` blocks, all of which must be resident, over the rows of ``saturation [T]``."""
+        self.kernel(
+            gathered, saturation, logits, row_ends, block_table, req_id, rows, valid, ids, list_epoch, bases,
+            rank, interleave, block_size, block_stride, record, timeout_ns,
+        ).launch(
+            grid=[blocks, 1, 1],
+            block=[self.shape.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        gathered: cute.Tensor,
+        saturation: cute.Tensor,
+        logits: cute.Tensor,
+        row_ends: cute.Tensor,
+        block_table: cute.Tensor | None,
+        req_id: cute.Tensor | None,
+        rows: cute.Tensor | None,
+        valid: cute.Tensor | None,
+        ids: cute.Tensor | None,
+        list_epoch: cute.Tensor,
+        bases: cute.Tensor,
+        rank: Int32,
+        interleave: tuple[Int32, Int32, Int32],
+        block_size: tuple[Int32, Int32, Int32],
+        block_stride: Int32,
+        record: Int64,
+        timeout_ns: Int64,
+    ) -> None:
+        first_row, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        shape = self.shape
+        out = Outputs(ids, block_table, req_id, rows, valid, Divisor(*block_size), block_stride)
+        smem = SmemAllocator()
+        rescue = RowRescue(
+            Peers(shape, bases, rank, list_epoch.shape[1]),
+            BlockSelect.allocate(smem, shape.threads, DIGIT_BITS, common_bits=True),
+            WordStage.allocate(smem, shape.topk, shape.fp32, shape.threads),
+            LogitsSelector.allocate(smem, shape.threads, shape.fp32),
+            list_epoch,
+            Watch(record, timeout_ns),
+        )
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        bits = score_bits(logits, shape.fp32)
+        for row in cutlass.range(first_row, saturation.shape[0], blocks):
+            saturated = Uint32(saturation[row])
+            if saturated != 0:
+                words = RankWords.gathered(shape, gathered, row, Divisor(*interleave))
+                own = LogitsSource.of_row(bits, row_ends, row, shape.fp32, shape.threads)
+                rescue.run(words, own, saturated, row, out.request(row), out)
+                cute.arch.sync_threads()  # the next row uses the same shared memory

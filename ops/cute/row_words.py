@@ -1,0 +1,193 @@
+"""Sources that read this rank's own scores, and the words that come of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32, const_expr
+from cutlass.utils import SmemAllocator
+
+from ..layouts import packed_row_words
+from .primitives import WARP, bit_length, or_shared, shared_words
+
+
+def row_words(n: int, fp32: bool) -> int:
+    return packed_row_words(n, "fp32" if fp32 else "bf16")
+
+
+@cute.jit
+def score_ord(bits: Uint32, fp32: cutlass.Constexpr[bool]) -> Uint32:
+    """The order-preserving integer of a score's bits: 0 for NaN. 32 bits for fp32, else the 16 of bf16."""
+    if const_expr(not fp32):
+        bits = bits << 16
+    sign = Uint32(0x80000000)
+    ord = ~bits if bits >= sign else bits | sign
+    if (bits & ~sign) > Uint32(0x7F800000):
+        ord = Uint32(0)
+    if const_expr(not fp32):
+        ord = ord >> 16
+    return ord
+
+
+def score_bits(logits: cute.Tensor, fp32: bool) -> cute.Tensor:
+    """The logits' bits: Uint32 for float32, Uint16 for bfloat16, same layout."""
+    pointer = cute.recast_ptr(logits.iterator, dtype=cutlass.Uint32 if fp32 else cutlass.Uint16)
+    return cute.make_tensor(pointer, logits.layout)
+
+
+@dataclass(frozen=True)
+class LogitsSource:
+    """Every score of a row up to its end; read again in each pass, as a row can be far larger than a block.
+
+    Args:
+        bits: ``[L]``, the row's bits.
+        end: its valid positions.
+        threads: of the block.
+    """
+
+    bits: cute.Tensor
+    end: Int32
+    fp32: bool
+    threads: int
+
+    @classmethod
+    def of_row(cls, bits: cute.Tensor, row_ends: cute.Tensor, row: Int32, fp32: bool, threads: int) -> LogitsSource:
+        """Row ``row``, cut to the columns there are; ``local_topk_words`` is what refuses a row end."""
+        return cls(bits[row, None], cutlass.min(row_ends[row], bits.shape[1]), fp32, threads)
+
+    @property
+    def items(self) -> int:
+        # Loads in flight a thread: 16 keep an SM's share of the L2 bandwidth busy with 2-byte loads too.
+        return 8 if self.fp32 else 16
+
+    @property
+    def groups(self) -> Int32:
+        return cute.ceil_div(self.end, self.items * self.threads)
+
+    @property
+    def position_bits(self) -> Int32:
+        return bit_length(Uint32(self.end))
+
+    @cute.jit
+    def load(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
+        tid, _, _ = cute.arch.thread_idx()
+        first = ((tid // WARP * self.groups + group) * self.items) * WARP + tid % WARP
+        for i in cutlass.range_constexpr(self.items):
+            j = first + i * WARP
+            ords[i] = Uint32(0)
+            if j < self.end:
+                ords[i] = Uint32(self.bits[j])
+        for i in cutlass.range_constexpr(self.items):
+            j = first + i * WARP
+            ord = score_ord(ords[i], self.fp32) if j < self.end else Uint32(0)
+            ords[i] = ord
+            positions[i] = Uint32(j) if ord != 0 else Uint32(0)
+
+
+@dataclass(frozen=True)
+class ListSource:
+    """A local top-K that the caller has, in his order: vLLM's ``topk_indices``. Gathered once into registers.
+
+    Args:
+        bits: ``[L]``, the bits of the row's scores.
+        indices: int32 ``[K]``, local positions, -1 for none.
+        start: column of position 0; columns are clamped to the last, as vLLM does.
+    """
+
+    bits: cute.Tensor
+    indices: cute.Tensor
+    start: Int32
+    topk: int
+    fp32: bool
+    threads: int
+
+    @property
+    def items(self) -> int:
+        return -(-self.topk // self.threads)
+
+    @property
+    def groups(self) -> int:
+        return 1
+
+    def load(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
+        pass  # in registers since gather()
+
+    def place(self, i: int) -> Int32:
+        """Which of the K candidate ``i`` of this thread is."""
+        tid, _, _ = cute.arch.thread_idx()
+        return (tid // WARP * self.items + i) * WARP + tid % WARP
+
+    @cute.jit
+    def gather(self, ords: cute.Tensor, positions: cute.Tensor) -> None:
+        last = cute.size(self.bits) - 1
+        for i in cutlass.range_constexpr(self.items):
+            k = self.place(i)
+            ords[i] = Uint32(0)
+            positions[i] = Uint32(0)
+            if k < self.topk:
+                index = self.indices[k]
+                if (index >= 0) & (last >= 0):
+                    column = cutlass.min(index + self.start, last)
+                    ord = score_ord(Uint32(self.bits[column]), self.fp32)
+                    if ord != 0:
+                        ords[i] = ord
+                        positions[i] = Uint32(index)
+
+
+@dataclass(frozen=True)
+class WordStage:
+    """A row of words in shared memory, and the sink that fills it.
+
+    Args:
+        n: candidates it has room for at most.
+    """
+
+    n: int
+    fp32: bool
+    threads: int
+    stage: cute.Tensor
+
+    @classmethod
+    def allocate(cls, smem: SmemAllocator, n: int, fp32: bool, threads: int) -> WordStage:
+        return cls(n, fp32, threads, shared_words(smem, row_words(n, fp32)))
+
+    @property
+    def words(self) -> int:
+        return row_words(self.n, self.fp32)
+
+    def limited_to(self, n: int) -> WordStage:
+        """The same memory for rows of ``n`` candidates."""
+        return replace(self, n=n)
+
+    @cute.jit
+    def clear(self) -> None:
+        """Empties it; a barrier must follow before anything is put."""
+        tid, _, _ = cute.arch.thread_idx()
+        stage = self.stage
+        for i in cutlass.range(tid, self.words, self.threads, unroll=1):
+            stage[i] = Uint32(0)
+
+    def observe(self, group: Int32, i: int, kept: Boolean) -> None:
+        pass
+
+    def publish(self, partials: cute.Tensor, warp: Int32, lane: Int32) -> None:
+        pass
+
+    def collect(self, partials: cute.Tensor, warps: int, lane: Int32) -> None:
+        pass
+
+    @cute.jit
+    def put(self, place: Int32, group: Int32, i: cutlass.Constexpr[int], ord: Uint32, position: Uint32) -> None:
+        """Candidate ``(ord, position)`` at ``place``; what is past the end comes of indices that repeat."""
+        stage = self.stage
+        if place < self.n:
+            if const_expr(self.fp32):
+                stage[2 * place] = ord
+                stage[2 * place + 1] = ~position
+            else:
+                stage[place] = (ord << 16) | (~position & Uint32(0xFFFF))
+                if (position >> 16) != 0:
+                    word = Int32(stage.iterator.toint()) + 4 * (self.n + place // 32)
+                    or_shared(word, Uint32(1) << Uint32(place % 32))

@@ -1,0 +1,116 @@
+"""The one wait that every poll goes through, and what happens when its time is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+
+from .primitives import (
+    claim_sys,
+    fence_sys,
+    global_timer,
+    load_half,
+    load_pair,
+    load_sys,
+    sleep,
+    store_sys,
+    trap,
+)
+from .record import CLAIMED, COMPLETE, EPOCH, ROUND, ROW, SOURCE
+
+#: A poll looks at the global timer once in this many turns: a read costs about a microsecond, a turn less,
+#: and the limit is seconds.
+POLLS_PER_LOOK = 1024
+#: A wait of round 2 sleeps this long between turns, so that it leaves the memory system to the ranks that push.
+ROUND_2_SLEEP_NS = 100
+#: Turns that a thread whose wait expired gives the first such thread to finish its record (about 0.1 s).
+RECORD_TURNS = 1 << 17
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a wait needs to give up: the failure record's address and the time limit."""
+
+    record: Int64
+    timeout_ns: Int64
+
+    @cute.jit
+    def fail(self, row: Int32, source: Int32, epoch: Uint32, round: cutlass.Constexpr[int]) -> None:
+        """Records what was waited for and stops the context. The first thread of the GPU to fail is recorded.
+
+        The others wait until it has written its record, as their trap would end it half-way.
+        """
+        record = self.record
+        if claim_sys(record + 4 * CLAIMED) == 0:
+            store_sys(record + 4 * ROW, row)
+            store_sys(record + 4 * SOURCE, source)
+            store_sys(record + 4 * EPOCH, Int32(epoch))
+            store_sys(record + 4 * ROUND, Int32(round))
+            fence_sys()
+            store_sys(record + 4 * COMPLETE, Int32(1))
+            fence_sys()
+        turns = Int32(0)
+        while turns < RECORD_TURNS:
+            turns = turns + 1
+            if load_sys(record + 4 * COMPLETE) != 0:
+                turns = Int32(RECORD_TURNS)
+            else:
+                sleep(Int32(1000))
+        trap()
+
+
+@cute.jit
+def wait_tagged(
+    addresses: Sequence[Int64],
+    sources: Sequence[Int32],
+    words: cute.Tensor,
+    pairs: cutlass.Constexpr[bool],
+    epoch: Uint32,
+    row: Int32,
+    round: cutlass.Constexpr[int],
+    watch: Watch,
+) -> None:
+    """The one wait: spins until every tag at ``addresses`` equals ``epoch``, then leaves the words.
+
+    All addresses are read again in every turn, so that their latencies overlap; what has arrived stays.
+
+    Args:
+        addresses: of LL pairs, or of halves.
+        sources: the rank that stores at each of them.
+        words: registers, Uint32; 2 words a pair or 1 a half.
+        pairs: whether pairs or halves are read.
+        epoch: the tag to wait for.
+        row, round: what a failure reports.
+    """
+    missing = Uint32(1)
+    turns = Int32(0)
+    deadline = Int64(0)
+    while missing != 0:
+        missing = Uint32(0)
+        culprit = Int32(-1)
+        for i in cutlass.range_constexpr(len(addresses)):
+            if const_expr(pairs):
+                word_0, tag_0, word_1, tag_1 = load_pair(addresses[i])
+                words[2 * i] = word_0
+                words[2 * i + 1] = word_1
+                late = (tag_0 ^ epoch) | (tag_1 ^ epoch)
+            else:
+                word, tag = load_half(addresses[i])
+                words[i] = word
+                late = tag ^ epoch
+            missing = missing | late
+            culprit = culprit if late == 0 else sources[i]
+        if missing != 0:
+            turns = turns + 1
+            if const_expr(round == 2):
+                sleep(Int32(ROUND_2_SLEEP_NS))
+            if turns % POLLS_PER_LOOK == 0:
+                now = global_timer()
+                if deadline == 0:
+                    deadline = now + watch.timeout_ns
+                if now > deadline:
+                    watch.fail(row, culprit, epoch, round)
