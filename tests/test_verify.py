@@ -12,7 +12,8 @@ from hostile import HOSTILE, bf16_bits, stacked
 
 from vllm_topkx import release_all
 from vllm_topkx.cli.dump import Dump
-from vllm_topkx.cli.verify import chunk_rows, compare, merge_dump, sort_dump
+from vllm_topkx.cli.merge_dump import chunk_rows, merge_dump
+from vllm_topkx.cli.verify import compare, sort_dump
 from vllm_topkx.ops.layouts import default_local_topk
 from vllm_topkx.ops.reference import reference_topk, same_sets
 from vllm_topkx.ranks import RankContext, RankPool

@@ -143,13 +143,17 @@ def shard(step: Step, rank: int, world_size: int) -> list[torch.Tensor]:
     return [torch.from_numpy(array) for array in arrays]
 
 
-def reference(step: Step) -> np.ndarray:
-    """int32 ``[T, TOPK]``: a stable sort of the scores of the unsharded keys, in float64."""
+def dense_scores(step: Step) -> np.ndarray:
+    """float32 ``[T, W * POSITIONS]``: the scores of the unsharded keys, computed in float64."""
     wq, ww = (weight.astype(np.float64) for weight in weights())
     q = (step.hidden @ wq).reshape(-1, HEADS, HEAD_DIM)
     scores = np.maximum(q @ step.keys.astype(np.float64)[step.req_id].transpose(0, 2, 1), 0)
-    logits = (scores * (np.maximum(step.hidden @ ww, 0) + 1)[..., None]).sum(1)
-    return reference_topk(logits[None].astype(np.float32), step.lengths[None], TOPK, interleave=1)
+    return (scores * (np.maximum(step.hidden @ ww, 0) + 1)[..., None]).sum(1).astype(np.float32)
+
+
+def reference(step: Step) -> np.ndarray:
+    """int32 ``[T, TOPK]``: a stable sort of the dense scores."""
+    return reference_topk(dense_scores(step)[None], step.lengths[None], TOPK, interleave=1)
 
 
 def kv_rows(ids: np.ndarray, step: Step, rank: int, world_size: int) -> Iterator[np.ndarray]:

@@ -44,6 +44,10 @@ class Dump:
         return self.logits.shape[0]
 
     @property
+    def ranks(self) -> range:
+        return range(self.world_size)
+
+    @property
     def rows(self) -> int:
         return self.logits.shape[1]
 

@@ -63,16 +63,24 @@ def environment(folder: str, cache: bool = False) -> dict[str, str]:
 
 def set_up(rank: int, world_size: int, **options: Any) -> VllmConfig:
     """Makes this process rank ``rank`` of vLLM's groups; ``options`` as :func:`make_config`. Loads no plugin."""
-    for name in ("vllm", "torch", "vllm_topkx"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    be_quiet()
     define_named_ops()
     config = make_config(rank, world_size, **options)
     join_groups(config, rank, world_size)
     return config
 
 
+def be_quiet() -> None:
+    """Leaves of what is logged the errors, and why the plugin would not do its work."""
+    for name in ("vllm", "torch", "vllm_topkx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("vllm.topkx").setLevel(logging.WARNING)
+
+
 def define_named_ops() -> None:
     """Schemas for the ops that vLLM's passes name and this installation cannot load."""
+    import vllm._custom_ops  # noqa: F401  (loads those that it can)
+
     global _library
     if _library is None:
         _library = torch.library.Library("_C", "FRAGMENT")

@@ -5,10 +5,10 @@ a thread, and each rank saves ten seconds of them. Nothing else may import this 
 """
 
 import importlib
-import logging
 
-for name in ("vllm", "torch"):
-    logging.getLogger(name).setLevel(logging.ERROR)
+from .vllm_cpu import be_quiet
+
+be_quiet()
 for name in (
     "vllm.config",
     "vllm.platforms.cpu",
