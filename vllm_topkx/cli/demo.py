@@ -275,7 +275,7 @@ def _conclude(recordings: list[Recording], tallies: dict[str, Tally], ranks: int
         return 1
     fallbacks = sum(tally.fallbacks for tally in tallies.values())
     if fallbacks or not all(recording.rewritten for recording in recordings):
-        print(f"NOT REWRITTEN: all {rows} rows are exact, but vLLM's merge stayed: {_why_not(recordings)}")
+        print(f"NOT REWRITTEN: all {rows} rows are exact, but the all-gather stayed: {_why_not(recordings)}")
         return 1
     left = sum(recordings[0].left_alone.values())
     print(
