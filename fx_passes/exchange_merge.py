@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import sympy
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import is_mutation_op
 
 from ..ops.checks import check_logits, check_world
 from ..ops.errors import ExchangeTimeoutError, TopkxError
@@ -21,16 +21,18 @@ from ..settings import Settings
 from .cache_key import pass_uuid
 from .exchange_order import order_exchanges
 from .gather_layout import AllGather, LayoutTracker, UnknownLayoutError
-from .nodes import Call, insert_call, replace_outputs, tensor_of, topkx_call, value_of
+from .nodes import Call, insert_call, op_name, replace_outputs, tensor_of, topkx_call, value_of
 
 log = logging.getLogger("vllm_topkx.fx_passes")
 
-ROWS, VALID, IDS, SATURATION = range(4)
+IDS, SATURATION = 2, 3  # of the outputs rows, valid, ids, saturation
 #: What ``topk_select`` and ``topk_rescue`` must agree on.
 _SHARED = (
     *("gathered", "rank", "topk", "local_topk", "interleave"),
     *("block_table", "req_id", "block_size", "block_stride"),
 )
+_CONSTANT = ("rank", "topk", "local_topk", "interleave")
+#: What was logged in this process, as select's name and the reason.
 _logged: set[tuple[str, str]] = set()
 
 
@@ -112,38 +114,37 @@ class ExchangeMergePass(CustomGraphPass):
         return pass_uuid("ExchangeMergePass", self.max_rows)
 
     def __call__(self, graph: fx.Graph) -> None:
-        chains = list(self._find(graph))
-        for chain in chains:
-            chain.replace()
-        self.rewritten += len(chains)
-        if chains:
-            log.info("rewrote %d of the graph's top-K merges to exchanges", len(chains))
-        order_exchanges(graph)
-
-    def _find(self, graph: fx.Graph) -> Iterator[Chain]:
-        layouts = LayoutTracker()
+        layouts, rewritten = LayoutTracker(), 0
         off = Settings.from_env().mode == "0"
-        for node in graph.nodes:
-            call = topkx_call(node)
-            if call is None or call.name != "topkx::topk_select":
-                continue
+        for node in [node for node in graph.nodes if op_name(node) == "topkx::topk_select"]:
             try:
                 _require(not off, "VLLM_TOPKX=0")
-                yield match_chain(call, layouts, self.max_rows)
+                match_chain(node, layouts, self.max_rows).replace()
+                rewritten += 1
             except _LeftAlone as left:
-                reason = str(left)
-                self.left_alone[reason] += 1
-                if (node.name, reason) not in _logged:
-                    _logged.add((node.name, reason))
-                    log.warning("%s keeps its all-gather: %s", node.name, reason)
+                self._leave_alone(node, str(left))
+        self.rewritten += rewritten
+        if rewritten:
+            log.info("rewrote %d of the graph's top-K merges to exchanges", rewritten)
+        order_exchanges(graph)
+
+    def _leave_alone(self, select: fx.Node, reason: str) -> None:
+        self.left_alone[reason] += 1
+        if (select.name, reason) not in _logged:
+            _logged.add((select.name, reason))
+            log.warning("%s keeps its all-gather: %s", select.name, reason)
 
 
-def match_chain(select: Call, layouts: LayoutTracker, max_rows: int | None) -> Chain:
-    """The chain that ends in ``select`` and its rescue.
+def match_chain(node: fx.Node, layouts: LayoutTracker, max_rows: int | None) -> Chain:
+    """The chain that ends in the ``topk_select`` ``node`` and its rescue.
 
     Raises:
         _LeftAlone: it is not the NCCL form, or the exchange would not give its results.
     """
+    select = topkx_call(node)
+    assert select is not None
+    constant = all(isinstance(select.args[name], int) for name in _CONSTANT)
+    _require(constant, f"topk_select's {', '.join(_CONSTANT)} are not all constants")
     try:
         gathered = layouts(select.args["gathered"])
     except UnknownLayoutError as error:
@@ -162,7 +163,7 @@ def match_chain(select: Call, layouts: LayoutTracker, max_rows: int | None) -> C
     else:
         _check_rescue(select, rescue, words)
     between = layouts.path(select.args["gathered"])
-    _check_users(select, rescue, between)
+    _check_users(select, rescue, words, between)
 
     args = _merge_args(select, rescue, words, gathered.all_gather)
     _check_exchange(select, gathered.all_gather, args, max_rows)
@@ -192,9 +193,11 @@ def _check_rescue(select: Call, rescue: Call, words: Call) -> None:
         _require(own, f"topk_rescue gets other {name} than topk_select gives")
 
 
-def _check_users(select: Call, rescue: Call | None, between: list[fx.Node]) -> None:
-    """What the exchange does not compute may be used in the chain only."""
+def _check_users(select: Call, rescue: Call | None, words: Call, between: list[fx.Node]) -> None:
+    """What the exchange does not compute may be used in the chain only, and the words it sends stay as they are."""
     chain = {*between, select.node, *([rescue.node] if rescue else [])}
+    for user in words.node.users:
+        _require(user in chain or not _may_change(user, words.node), f"{user.name} may change the words in place")
     for node in between:
         others = [user.name for user in node.users if user not in chain]
         _require(not others, f"{node.name} on the way from the words to topk_select is also used by {others}")
@@ -206,6 +209,15 @@ def _check_users(select: Call, rescue: Call | None, between: list[fx.Node]) -> N
         _require(rescue.outputs() is not None, "the outputs of topk_rescue are used as a whole")
 
 
+def _may_change(user: fx.Node, tensor: fx.Node) -> bool:
+    """Whether ``user`` writes to ``tensor`` or gives a view of it, through which something may (Dynamo graphs)."""
+    if topkx_call(user) is not None:
+        return False
+    value, own = tensor_of(user), tensor_of(tensor)
+    is_view = value is not None and own is not None and value.untyped_storage()._cdata == own.untyped_storage()._cdata
+    return is_view or is_mutation_op(user)
+
+
 def _merge_args(select: Call, rescue: Call | None, words: Call, all_gather: AllGather) -> dict[str, Any]:
     used = {index for index, output in (rescue or select).outputs() or [] if output.users}
     return {
@@ -215,7 +227,7 @@ def _merge_args(select: Call, rescue: Call | None, words: Call, all_gather: AllG
         "row_ends": words.args["row_ends"],
         "group": rescue.args["group"] if rescue else all_gather.group,
         "world_size": all_gather.world_size,
-        "emit_ids": select.args["emit_ids"] and (IDS in used or ROWS not in used),
+        "emit_ids": select.args["emit_ids"] and (IDS in used or not used),
         "lane": rescue.args["lane"] if rescue else 0,
         "order": None,
     }

@@ -26,36 +26,40 @@ def order_exchanges(graph: fx.Graph) -> None:
 
     Functionalized calls become direct ones: nothing but ``order`` is mutated, and nothing reads it.
     """
-    calls = defaultdict(list)
+    calls: dict[torch.device, list[Call]] = defaultdict(list)
     for node in graph.nodes:
         call = topkx_call(node)
-        if call is not None and mutated_args(call.op) == ["order"]:
-            calls[_device(call)].append(call)
-    for device, group in calls.items():
+        if call is not None and mutated_args(call.op) == ["order"] and (example := _example(call)) is not None:
+            calls[example.device].append(call)
+    for group in calls.values():
         orders = {call.args["order"] for call in group}
         if len(group) == 1 or (len(orders) == 1 and None not in orders and not any(c.functionalized for c in group)):
             continue
-        _share(graph, group, device)
-        for order in orders - {None}:
-            if not order.users and not order.is_impure():
-                graph.erase_node(order)
+        _share(graph, [call.node for call in group])
 
 
-def _device(call: Call) -> torch.device:
-    return next(t.device for arg in call.args.values() if (t := tensor_of(arg)) is not None)
+def _example(call: Call) -> torch.Tensor | None:
+    """A fake tensor on the call's device; None in a graph without fake values."""
+    return next((t for arg in call.args.values() if (t := tensor_of(arg)) is not None), None)
 
 
-def _share(graph: fx.Graph, calls: list[Call], device: torch.device) -> None:
+def _share(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    example = _example(topkx_call(nodes[0]))
+    # Not a constant: those are folded and merged with equal ones; empty tensors are neither.
+    empty, options = torch.ops.aten.empty.memory_format, {"dtype": torch.int32, "device": example.device}
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(first):
-        # Not a constant: those are folded and merged with equal ones; empty tensors are neither.
-        empty, options = torch.ops.aten.empty.memory_format, {"dtype": torch.int32, "device": device}
         order = graph.create_node("call_function", empty, ([1],), options, name="order")
-    example = next(t for arg in calls[0].args.values() if (t := tensor_of(arg)) is not None)
-    order.meta[value_key(calls[0].node)] = example.new_empty([1], dtype=torch.int32)
-    for call in calls:
-        if call.functionalized and call.outputs() is not None:
-            returns = value_of(call.node)[: len(call.op._schema.returns)]
-            replace_outputs(call, insert_call(call.node, call.op, call.args | {"order": order}, returns))
-        elif not call.functionalized:
-            call.node.update_kwarg("order", order)
+    order.meta[value_key(nodes[0])] = example.new_empty([1], dtype=torch.int32)
+    replaced = set()
+    for node in nodes:
+        call = topkx_call(node)  # now: an argument may be an output of the one before, which was replaced
+        replaced.add(call.args["order"])
+        if call.functionalized:
+            returns = value_of(node)[: len(call.op._schema.returns)]
+            replace_outputs(call, insert_call(node, call.op, call.args | {"order": order}, returns))
+        else:
+            node.update_kwarg("order", order)
+    for old in replaced - {None}:
+        if not old.users and not old.is_impure():
+            graph.erase_node(old)

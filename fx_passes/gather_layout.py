@@ -32,12 +32,9 @@ WORDS = "topkx::local_topk_words"
 _KEEPING = {"_c10d_functional::wait_tensor"} | {f"aten::{name}" for name in ("contiguous", "clone", "alias", "detach")}
 #: Ops that keep the elements in row-major order: their output's shape says how axes are grouped.
 _REGROUPING = {
-    f"aten::{name}"
-    for name in ("view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
+    f"aten::{name}" for name in ("view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 }
-_PERMUTING = {
-    f"aten::{name}" for name in ("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims")
-}
+_PERMUTING = {f"aten::{name}" for name in ("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims")}
 _SPLITTING = {f"aten::{name}" for name in ("split", "split_with_sizes", "chunk", "tensor_split")}
 _GATHERING = {"_c10d_functional::all_gather_into_tensor", "vllm::all_gather"}
 _JOINING = {f"aten::{name}" for name in ("cat", "concat", "stack")}

@@ -28,9 +28,9 @@ class StubExchange(exchanges.TopkExchange):
 
 
 @contextlib.contextmanager
-def fake_group() -> Iterator[str]:
-    """The name of a group of W ranks, of which this process is rank 0 and the only one."""
-    dist.init_process_group("fake", rank=0, world_size=W, store=FakeStore())
+def fake_group(world_size: int = W) -> Iterator[str]:
+    """The name of a group of ``world_size`` ranks, of which this process is rank 0 and the only one."""
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield dist.group.WORLD.group_name
     finally:
@@ -90,7 +90,7 @@ def text(gm: fx.GraphModule) -> str:
             return names[value]
         if isinstance(value, (list, tuple)):
             return "[" + ", ".join(map(show, value)) + "]"
-        return str(value)
+        return repr(value) if isinstance(value, str) else str(value)
 
     lines = []
     for node in gm.graph.nodes:
