@@ -83,7 +83,7 @@ def test_register_is_off_when_told_and_a_bad_setting_is_one_warning(
     with caplog.at_level(logging.WARNING, logger="vllm.topkx"):
         plugin.register()
     (record,) = caplog.records
-    assert "VLLM_TOPKX='yes': allowed is 0 or 1" in record.getMessage()
+    assert "VLLM_TOPKX='yes': allowed is 0, 1 or shadow" in record.getMessage()
     assert calls == []
     monkeypatch.setenv("VLLM_TOPKX", "1")
     plugin.register()
@@ -99,12 +99,13 @@ def test_settings_have_defaults_and_are_read_from_the_environment() -> None:
         "VLLM_TOPKX": "0",
     }
     assert Settings.from_env(env) == Settings("0", 64, 0.5, 640)
+    assert Settings.from_env({"VLLM_TOPKX": "shadow"}).mode == "shadow"
 
 
 @pytest.mark.parametrize(
     "name, value, allowed",
     [
-        ("VLLM_TOPKX", "2", "allowed is 0 or 1"),
+        ("VLLM_TOPKX", "2", "allowed is 0, 1 or shadow"),
         ("VLLM_TOPKX_MAX_ROWS", "0", "a whole number of at least 1"),
         ("VLLM_TOPKX_MAX_ROWS", "many", "a whole number of at least 1"),
         ("VLLM_TOPKX_TIMEOUT_S", "0", "a number of at least 0.001"),

@@ -1,7 +1,9 @@
 """Every environment variable of the package, read and checked in one place.
 
 ====================== ======= ===================================================================
-``VLLM_TOPKX``         ``1``   ``0``: off, vLLM's own path everywhere; ``1``: on
+``VLLM_TOPKX``         ``1``   ``0``: off, vLLM's own path everywhere; ``1``: on; ``shadow``: both
+                               for each merge of vLLM's, whose result is served, and differences
+                               are counted (docs/vllm.md)
 ``VLLM_TOPKX_MAX_ROWS``  256   most query rows an exchange is reserved for; calls of more rows take
                                the all-gather form
 ``VLLM_TOPKX_TIMEOUT_S``  10   seconds to wait for a peer before ``ExchangeTimeoutError``
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 
 from .ops.errors import TopkxError
 
-MODES = ("0", "1")
+MODES = ("0", "1", "shadow")
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Settings:
         env = os.environ if env is None else env
         mode = env.get("VLLM_TOPKX", cls.mode)
         if mode not in MODES:
-            raise TopkxError(f"VLLM_TOPKX={mode!r}: allowed is {' or '.join(MODES)}")
+            raise TopkxError(f"VLLM_TOPKX={mode!r}: allowed is {', '.join(MODES[:-1])} or {MODES[-1]}")
         local_topk = _number(env, "VLLM_TOPKX_LOCAL_TOPK", 0, int, minimum=0)
         return cls(
             mode=mode,

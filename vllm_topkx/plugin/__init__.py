@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from ..settings import Settings
-from . import compilation, groups
+from . import compilation, groups, merge
 from .import_hook import when_imported
 
 # A child of vLLM's logger, so that its level and handlers apply.
@@ -22,6 +22,8 @@ PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "vllm.envs": compilation.add_cache_key,
     "vllm.compilation.backends": compilation.add_post_grad_pass,
     "vllm.distributed.parallel_state": groups.add_resolver,
+    merge.SOURCE: merge.take_over,
+    merge.KPOOL: merge.take_over_kpool,
 }
 
 
