@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from vllm_topkx.cli import vllm_cpu
 from vllm_topkx.ops.reference import reference_topk, same_sets
 from vllm_topkx.plugin import merge, reservation
 from vllm_topkx.plugin.import_hook import when_imported
+from vllm_topkx.plugin.shadow import Shadow
 from vllm_topkx.ranks import RankContext, RankPool
 
 pytestmark = [
@@ -421,14 +423,18 @@ def test_shadow_serves_vllms_result_and_counts_differing_rows(pool: RankPool) ->
 # Without ranks: the last report, and modules that are not as they are known
 
 
-def test_shadow_reports_when_its_process_ends() -> None:
-    code = (
-        "import logging, torch; from vllm_topkx.plugin.shadow import Shadow; logging.basicConfig(level=logging.INFO);"
-        "ids = torch.arange(6, dtype=torch.int32).view(2, 3);"
-        "Shadow.started(torch.device('cpu')).compare(ids, ids.flip(1))"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stderr.count("at exit: 1 merges, 2 rows, 0 of them with other ids than vLLM's") == 1
+def count_and_end(log: str) -> None:
+    logging.basicConfig(filename=log, level=logging.INFO)
+    ids = torch.arange(6, dtype=torch.int32).view(2, 3)
+    Shadow.started(torch.device("cpu")).compare(ids, ids.flip(1))
+
+
+def test_shadow_reports_when_its_process_ends(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    worker = multiprocessing.get_context("forkserver").Process(target=count_and_end, args=(str(log),))
+    worker.start()
+    worker.join()
+    assert log.read_text().count("at exit: 1 merges, 2 rows, 0 of them with other ids than vLLM's") == 1
 
 
 @pytest.fixture

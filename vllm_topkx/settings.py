@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from .ops.errors import TopkxError
 
 MODES = ("0", "1", "shadow")
+VARIABLES = ("VLLM_TOPKX", "VLLM_TOPKX_MAX_ROWS", "VLLM_TOPKX_TIMEOUT_S", "VLLM_TOPKX_LOCAL_TOPK")
 
 
 @dataclass(frozen=True)

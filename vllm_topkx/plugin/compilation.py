@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 from types import ModuleType
 
 from torch import fx
+
+from ..settings import VARIABLES
 
 #: Not a setting: a name under which vLLM's compile hash finds what our passes depend on.
 CACHE_KEY = "VLLM_TOPKX_CACHE_KEY"
@@ -20,6 +23,8 @@ def add_cache_key(envs: ModuleType) -> None:
     from ..fx_passes.cache_key import pass_uuid
 
     envs.environment_variables[CACHE_KEY] = functools.partial(pass_uuid, "vllm")
+    for name in VARIABLES:  # vLLM warns of VLLM_ variables that it does not know
+        envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
 
 
 def add_post_grad_pass(backends: ModuleType) -> None:
