@@ -12,7 +12,7 @@ demo: install
 	$(BIN)/vllm-topkx demo
 
 test: lint
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from vllm_topkx.cli import COMMANDS, main, verify, vllm_hooks
 from vllm_topkx.cli.graph_text import graph_text
 from vllm_topkx.ops.errors import ExchangeTimeoutError
 from vllm_topkx.ops.reference import reference_topk
+from vllm_topkx.plugin import merge
 
 TOPK = 40
 
@@ -304,26 +305,31 @@ def test_doctor_says_what_is_wrong_with_a_setting(
     assert "soon" in report["settings"]["reason"] and "soon" in report["backends"]["cpu"]["reason"]
 
 
-MERGE = f"def {vllm_hooks.MERGE}({', '.join(vllm_hooks.MERGE_PARAMETERS)}=None): ..."
-MANAGER = "class PostGradPassManager:\n    def configure(self, config): ..."
+MERGE = f"def {merge.FUNCTION}({', '.join(merge.PARAMETERS)}=None): ..."
+BACKEND = "class VllmBackend:\n    def configure_post_pass(self): ..."
 
 
 @pytest.mark.parametrize(
-    ("indexer", "place", "manager", "found"),
+    ("indexer", "backend", "found"),
     [
-        (MERGE, vllm_hooks.PASS_MANAGERS[0], MANAGER, [None, None]),
-        (MERGE, vllm_hooks.PASS_MANAGERS[1], MANAGER, [None, None]),
-        (MERGE.replace("dcp_rank", "rank"), vllm_hooks.PASS_MANAGERS[0], MANAGER, ["other parameters", None]),
-        ("x = 1", vllm_hooks.PASS_MANAGERS[0], "class PostGradPassManager: ...", ["has no _merge", "no method"]),
-        (None, vllm_hooks.PASS_MANAGERS[0], "not python (", ["this vLLM has no", "this vLLM has no"]),
-        (MERGE, vllm_hooks.PASS_MANAGERS[0], "class Other: ...", [None, "no class"]),
+        (MERGE, BACKEND, [None, None]),
+        (MERGE.replace("dcp_rank", "rank"), BACKEND, ["other parameters", None]),
+        ("x = 1", "class VllmBackend: ...", ["has no _merge", "no method"]),
+        (None, "not python (", ["this vLLM has no", "this vLLM has no"]),
+        (MERGE, "class Other: ...", [None, "no class"]),
     ],
 )
 def test_hooks_are_read_from_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexer: str | None, place: str, manager: str, found: list
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexer: str | None, backend: str, found: list
 ) -> None:
     root = tmp_path / "vllm"
-    for path, text in (("__init__.py", "raise ImportError"), (vllm_hooks.INDEXER, indexer), (place, manager)):
+    files = {
+        "__init__.py": "raise ImportError",
+        vllm_hooks.INDEXER: indexer,
+        vllm_hooks.BACKENDS: backend,
+        vllm_hooks.INDUCTOR_PASS: "",
+    }
+    for path, text in files.items():
         if text is not None:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)

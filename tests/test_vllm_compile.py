@@ -291,6 +291,7 @@ def test_split_graphs(ranks: Ranks, mode: str) -> None:
 
 def test_a_model_without_the_chain_is_unchanged(ranks: Ranks) -> None:
     for rank, outcome in enumerate(ranks.pool.run(compile_and_run, "unsplit", "none")):
+        assert len(outcome.recording.graphs) == 1, outcome
         ((before, after),) = outcome.recording.graphs
         assert before == after
         assert outcome.recording == Recording([(before, after)])

@@ -9,16 +9,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from ..plugin import merge
 from .machine import version_of
 
 ENTRY_POINTS, PLUGIN = "vllm.general_plugins", "topkx"
-#: Where releases keep the pass manager, newest first.
-PASS_MANAGERS = ("compilation/passes/pass_manager.py", "compilation/pass_manager.py")
+BACKENDS, INDUCTOR_PASS = "compilation/backends.py", "compilation/passes/inductor_pass.py"
 INDEXER = "model_executor/layers/sparse_attn_indexer.py"
-MERGE = "_merge_dcp_topk_global"
-MERGE_PARAMETERS = [
-    *("logits", "topk_indices", "topk_tokens", "dcp_rank", "dcp_world_size", "cp_interleave", "row_starts")
-]
 
 
 @dataclass(frozen=True)
@@ -58,8 +54,8 @@ def find_hooks(problem: str | None) -> list[Hook]:
     roots = [] if spec is None else list(spec.submodule_search_locations or [])
     hooks = []
     for path, name, find_problem in (
-        ("eager: merge function", MERGE, _merge_problem),
-        ("compiled: post-grad passes", "PostGradPassManager.configure", _pass_manager_problem),
+        ("eager and compiled: merge function", merge.FUNCTION, _merge_problem),
+        ("compiled: post-grad passes", "VllmBackend.configure_post_pass", _backend_problem),
     ):
         missing = find_problem(Path(roots[0])) if roots else "vLLM is not installed"
         reason = missing or problem
@@ -71,26 +67,25 @@ def _merge_problem(root: Path) -> str | None:
     tree = _parse(root / INDEXER)
     if tree is None:
         return f"this vLLM has no {INDEXER}"
-    function = _definition(tree, ast.FunctionDef, MERGE)
+    function = _definition(tree, ast.FunctionDef, merge.FUNCTION)
     if function is None:
-        return f"{INDEXER} has no {MERGE}"
+        return f"{INDEXER} has no {merge.FUNCTION}"
     arguments = function.args
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    if names != MERGE_PARAMETERS or arguments.vararg or arguments.kwarg:
-        return f"{MERGE} has other parameters than are known: {', '.join(names)}"
+    names = tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+    if names != merge.PARAMETERS or arguments.vararg or arguments.kwarg:
+        return f"{merge.FUNCTION} has other parameters than are known: {', '.join(names)}"
     return None
 
 
-def _pass_manager_problem(root: Path) -> str | None:
-    place = next((place for place in PASS_MANAGERS if (root / place).is_file()), None)
-    tree = None if place is None else _parse(root / place)
-    if tree is None:
-        return f"this vLLM has no {' or '.join(PASS_MANAGERS)}"
-    manager = _definition(tree, ast.ClassDef, "PostGradPassManager")
-    if manager is None:
-        return f"{place} has no class PostGradPassManager"
-    if _definition(manager, ast.FunctionDef, "configure") is None:
-        return f"PostGradPassManager in {place} has no method configure"
+def _backend_problem(root: Path) -> str | None:
+    tree = _parse(root / BACKENDS)
+    if tree is None or not (root / INDUCTOR_PASS).is_file():
+        return f"this vLLM has no {BACKENDS if tree is None else INDUCTOR_PASS}"
+    backend = _definition(tree, ast.ClassDef, "VllmBackend")
+    if backend is None:
+        return f"{BACKENDS} has no class VllmBackend"
+    if _definition(backend, ast.FunctionDef, "configure_post_pass") is None:
+        return f"VllmBackend in {BACKENDS} has no method configure_post_pass"
     return None
 
 
