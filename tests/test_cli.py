@@ -80,7 +80,7 @@ def test_the_top_level_help_names_the_commands(capsys: pytest.CaptureFixture) ->
     assert all(name in text for name in COMMANDS)
 
 
-@pytest.mark.parametrize("args", [[], ["nope"], ["--nope"], ["verify"], ["bench"], ["bench", "nope"], ["graph"]])
+@pytest.mark.parametrize("args", [[], ["nope"], ["--nope"], ["verify"], ["bench", "nope"], ["graph"]])
 def test_a_wrong_command_line_is_one_line(args: list[str], capsys: pytest.CaptureFixture) -> None:
     assert "--help" in refusal(capsys, *args)
 

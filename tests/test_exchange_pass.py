@@ -87,7 +87,9 @@ def rewrite(gm: fx.GraphModule, **options) -> tuple[str, ExchangeMergePass]:
 def test_functional_graph(group: str) -> None:
     """What AOTAutograd gives Inductor: the rescue, whose schema is mutable, is functionalized."""
     gm = trace(ids_of(group), *inputs())
-    assert_expected_inline(text(gm), """\
+    assert_expected_inline(
+        text(gm),
+        """\
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 all_gather_into_tensor = all_gather_into_tensor(local_topk_words, 2, '0')
 wait_tensor = wait_tensor(all_gather_into_tensor)
@@ -100,13 +102,17 @@ getitem_3 = topk_select[3]
 auto_functionalized_v2 = functionalized topk_rescue(view, getitem_3, getitem, getitem_1, getitem_2, arg0_1, arg1_1, '0', 0, 8, 4, 1)
 getitem_6 = auto_functionalized_v2[2]
 return [getitem_6]
-""")  # noqa: E501
-    assert_expected_inline(rewrite(gm)[0], """\
+""",
+    )  # noqa: E501
+    assert_expected_inline(
+        rewrite(gm)[0],
+        """\
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 exchange_merge = exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1)
 getitem_7 = exchange_merge[2]
 return [getitem_7]
-""")
+""",
+    )
 
 
 def test_functionalized_as_in_vllm(group: str) -> None:
@@ -114,17 +120,22 @@ def test_functionalized_as_in_vllm(group: str) -> None:
     with torch._inductor.config.patch(enable_auto_functionalized_v2=False):
         gm = trace(ids_of(group), *inputs())
     assert torch.ops.higher_order.auto_functionalized in {node.target for node in gm.graph.nodes}
-    assert_expected_inline(rewrite(gm)[0], """\
+    assert_expected_inline(
+        rewrite(gm)[0],
+        """\
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 exchange_merge = exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1)
 getitem_8 = exchange_merge[2]
 return [getitem_8]
-""")
+""",
+    )
 
 
 def test_dynamo_graph(group: str) -> None:
     gm = trace(ids_of(group, lambda words: all_gather(words, 1).view(T, W, R).permute(1, 0, 2)), *inputs(), dynamo=True)
-    assert_expected_inline(text(gm), """\
+    assert_expected_inline(
+        text(gm),
+        """\
 words = local_topk_words(l_logits_, l_row_ends_, 4)
 tensor = all_gather_into_tensor(words, 2, '0')
 res = wait_tensor(tensor)
@@ -142,19 +153,25 @@ saturation = topk_select[3]
 topk_rescue = topk_rescue(gathered, saturation, rows, valid, ids, l_logits_, l_row_ends_, '0', 0, 8, 4, 1)
 getitem_8 = topk_rescue[2]
 return [getitem_8]
-""")
-    assert_expected_inline(rewrite(gm)[0], """\
+""",
+    )
+    assert_expected_inline(
+        rewrite(gm)[0],
+        """\
 words = local_topk_words(l_logits_, l_row_ends_, 4)
 exchange_merge = exchange_merge(words, l_logits_, l_row_ends_, '0', 2, 8, 4, 1)
 getitem_9 = exchange_merge[2]
 return [getitem_9]
-""")
+""",
+    )
 
 
 def test_split_and_cat(group: str) -> None:
     """How ``all_gather_tensor`` with ``gather_dim=1`` comes out."""
     gm = trace(ids_of(group, lambda words: all_gather(words, 1).view(T, W, R).permute(1, 0, 2)), *inputs())
-    assert_expected_inline(text(gm), """\
+    assert_expected_inline(
+        text(gm),
+        """\
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 all_gather_into_tensor = all_gather_into_tensor(local_topk_words, 2, '0')
 wait_tensor = wait_tensor(all_gather_into_tensor)
@@ -172,13 +189,17 @@ getitem_5 = topk_select[3]
 auto_functionalized_v2 = functionalized topk_rescue(permute, getitem_5, getitem_2, getitem_3, getitem_4, arg0_1, arg1_1, '0', 0, 8, 4, 1)
 getitem_8 = auto_functionalized_v2[2]
 return [getitem_8]
-""")  # noqa: E501
-    assert_expected_inline(rewrite(gm)[0], """\
+""",
+    )  # noqa: E501
+    assert_expected_inline(
+        rewrite(gm)[0],
+        """\
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 exchange_merge = exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1)
 getitem_9 = exchange_merge[2]
 return [getitem_9]
-""")
+""",
+    )
 
 
 def test_kv_rows_without_ids(group: str) -> None:
@@ -190,25 +211,31 @@ def test_kv_rows_without_ids(group: str) -> None:
         return rows + 1, valid, rows
 
     gm = trace(kv_rows, *inputs(), ints(2, L), ints(T))
-    assert_expected_inline(rewrite(gm)[0], """\
+    assert_expected_inline(
+        rewrite(gm)[0],
+        """\
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 exchange_merge = exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1, block_table=arg2_1, req_id=arg3_1, block_size=4, block_stride=8, emit_ids=False)
 getitem_7 = exchange_merge[0]
 getitem_8 = exchange_merge[1]
 add = add.Tensor(getitem_7, 1)
 return [add, getitem_8, getitem_7]
-""")  # noqa: E501
+""",
+    )  # noqa: E501
 
 
 def test_all_candidates_need_no_rescue(group: str) -> None:
     stub_exchange(local_topk=K)
     gm = trace(ids_of(group, lambda words: all_gather(words).view(W, T, -1), local_topk=K, rescue=False), *inputs())
-    assert_expected_inline(rewrite(gm)[0], """\
+    assert_expected_inline(
+        rewrite(gm)[0],
+        """\
 local_topk_words = local_topk_words(arg0_1, arg1_1, 8)
 exchange_merge = exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 8, 1)
 getitem_4 = exchange_merge[2]
 return [getitem_4]
-""")
+""",
+    )
 
 
 def test_two_chains_are_ordered(group: str) -> None:
@@ -217,7 +244,9 @@ def test_two_chains_are_ordered(group: str) -> None:
 
     gm = trace(two, *inputs())
     after, merge_pass = rewrite(gm)
-    assert_expected_inline(after, """\
+    assert_expected_inline(
+        after,
+        """\
 order = empty.memory_format([1])
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 exchange_merge = exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1, order=order)
@@ -227,7 +256,8 @@ local_topk_words_1 = local_topk_words(add, arg1_1, 4)
 exchange_merge_1 = exchange_merge(local_topk_words_1, add, arg1_1, '0', 2, 8, 4, 1, order=order)
 getitem_15 = exchange_merge_1[2]
 return [getitem_14, getitem_15]
-""")
+""",
+    )
     assert merge_pass.rewritten == 2
 
 
@@ -240,7 +270,9 @@ def test_a_chain_may_take_what_another_gives(group: str) -> None:
         return ops.exchange_merge(words, logits, valid, group, W, K, N, 1)[2]
 
     gm = trace(chained, *inputs(), ints(2, L), ints(T))
-    assert_expected_inline(rewrite(gm)[0], """\
+    assert_expected_inline(
+        rewrite(gm)[0],
+        """\
 order = empty.memory_format([1])
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 exchange_merge = exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1, block_table=arg2_1, req_id=arg3_1, block_size=4, block_stride=4, emit_ids=False, order=order)
@@ -252,7 +284,8 @@ local_topk_words_2 = local_topk_words(arg0_1, getitem_18, 4)
 exchange_merge_2 = exchange_merge(local_topk_words_2, arg0_1, getitem_18, '0', 2, 8, 4, 1, order=order)
 getitem_19 = exchange_merge_2[2]
 return [getitem_19]
-""")  # noqa: E501
+""",
+    )  # noqa: E501
 
 
 def test_ops_that_a_user_calls_are_ordered(group: str) -> None:
@@ -264,7 +297,9 @@ def test_ops_that_a_user_calls_are_ordered(group: str) -> None:
         return merges[0][2], merges[1][2], mine
 
     gm = trace(calls, *inputs())
-    assert_expected_inline(text(gm), """\
+    assert_expected_inline(
+        text(gm),
+        """\
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 zeros = zeros([1], device=cpu, pin_memory=False)
 auto_functionalized_v2 = functionalized exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1, order=zeros)
@@ -273,8 +308,11 @@ getitem_3 = auto_functionalized_v2[3]
 auto_functionalized_v2_1 = functionalized exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1)
 getitem_6 = auto_functionalized_v2_1[2]
 return [getitem_2, getitem_6, getitem_3]
-""")
-    assert_expected_inline(rewrite(gm)[0], """\
+""",
+    )
+    assert_expected_inline(
+        rewrite(gm)[0],
+        """\
 order = empty.memory_format([1])
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 zeros = zeros([1], device=cpu, pin_memory=False)
@@ -283,9 +321,12 @@ getitem_7 = exchange_merge[2]
 exchange_merge_1 = exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1, order=order)
 getitem_8 = exchange_merge_1[2]
 return [getitem_7, getitem_8, zeros]
-""")
+""",
+    )
     gm = trace(calls, *inputs(), dynamo=True)
-    assert_expected_inline(rewrite(gm)[0], """\
+    assert_expected_inline(
+        rewrite(gm)[0],
+        """\
 order = empty.memory_format([1])
 words = local_topk_words(l_logits_, l_row_ends_, 4)
 mine = zeros(1)
@@ -294,7 +335,8 @@ getitem_2 = exchange_merge[2]
 exchange_merge_1 = exchange_merge(words, l_logits_, l_row_ends_, '0', 2, 8, 4, 1, order=order)
 getitem_5 = exchange_merge_1[2]
 return [getitem_2, getitem_5, mine]
-""")
+""",
+    )
 
 
 def test_an_order_of_the_user_becomes_the_one_of_the_graph(group: str) -> None:
@@ -302,7 +344,9 @@ def test_an_order_of_the_user_becomes_the_one_of_the_graph(group: str) -> None:
         words, order = ops.local_topk_words(logits, row_ends, N), torch.zeros(1)
         return [ops.exchange_merge(words, logits, row_ends, group, W, K, N, 1, order=order)[2] for _ in range(2)]
 
-    assert_expected_inline(rewrite(trace(calls, *inputs()))[0], """\
+    assert_expected_inline(
+        rewrite(trace(calls, *inputs()))[0],
+        """\
 order = empty.memory_format([1])
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 exchange_merge = exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1, order=order)
@@ -310,7 +354,8 @@ getitem_8 = exchange_merge[2]
 exchange_merge_1 = exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1, order=order)
 getitem_9 = exchange_merge_1[2]
 return [getitem_8, getitem_9]
-""")
+""",
+    )
     gm = trace(calls, *inputs(), dynamo=True)  # where all name the same one, nothing is to do
     before = text(gm)
     assert rewrite(gm)[0] == before
@@ -322,7 +367,9 @@ def test_a_chain_left_alone_is_ordered_too(group: str) -> None:
 
     gm = trace(two, *inputs())
     after, merge_pass = rewrite(gm)
-    assert_expected_inline(after, """\
+    assert_expected_inline(
+        after,
+        """\
 order = empty.memory_format([1])
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 exchange_merge = exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1, order=order)
@@ -340,7 +387,8 @@ getitem_10 = topk_select_1[3]
 topk_rescue = topk_rescue(add, getitem_10, getitem_7, getitem_8, getitem_9, arg0_1, arg1_1, '0', 0, 8, 4, 1, order=order)
 getitem_15 = topk_rescue[2]
 return [getitem_14, getitem_15]
-""")  # noqa: E501
+""",
+    )  # noqa: E501
     assert merge_pass.rewritten == 1
 
 
@@ -352,12 +400,15 @@ def test_unused_outputs_are_not_dropped(group: str) -> None:
     gm = trace(unused, *inputs())
     rewrite(gm)
     gm.graph.eliminate_dead_code()
-    assert_expected_inline(text(gm), """\
+    assert_expected_inline(
+        text(gm),
+        """\
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 exchange_merge = exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1)
 add = add.Tensor(arg0_1, 1)
 return [add]
-""")
+""",
+    )
 
 
 def test_values_are_those_of_the_op(group: str) -> None:
@@ -527,9 +578,7 @@ def test_ranks_and_rows_that_are_as_many(group: str) -> None:
     """Sizes alone do not tell that rows and ranks changed places."""
     logits, ends = (tensor[:W] for tensor in inputs())
     gm = trace(ids_of(group, lambda words: by_rows(words).transpose(0, 1)), logits, ends)
-    assert reason_of(gm) == (
-        "topk_select gets the words as (('row',), ('rank',), ('word',)), not rank, row, word"
-    )
+    assert reason_of(gm) == ("topk_select gets the words as (('row',), ('rank',), ('word',)), not rank, row, word")
 
 
 def with_part_used(group: str, part: str) -> Callable:
@@ -560,13 +609,16 @@ def test_another_user(group: str, part: str, reason: str) -> None:
 
 def test_words_may_have_another_user(group: str) -> None:
     gm = trace(with_part_used(group, "words"), *inputs())
-    assert_expected_inline(rewrite(gm)[0], """\
+    assert_expected_inline(
+        rewrite(gm)[0],
+        """\
 local_topk_words = local_topk_words(arg0_1, arg1_1, 4)
 exchange_merge = exchange_merge(local_topk_words, arg0_1, arg1_1, '0', 2, 8, 4, 1)
 getitem_7 = exchange_merge[2]
 add = add.Tensor(local_topk_words, 0)
 return [getitem_7, add]
-""")
+""",
+    )
 
 
 def test_words_that_are_changed(group: str) -> None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32, const_expr
-from cutlass.utils import SmemAllocator
 
-from .candidates import Sink, Source, is_kept
+from .candidates import Sink, Source, is_kept, look_at
 from .primitives import (
     FULL,
     WARP,
+    SmemAllocator,
     add_shared,
     ballot,
     bit_length,
@@ -102,7 +102,8 @@ class BlockSelect:
         prefix = Uint32(0)
         if const_expr(self.common_bits):
             ord_bits, position_bits, prefix = self._common(source, ords, positions)
-        cute.arch.sync_threads()
+        else:
+            cute.arch.sync_threads()
         high = Uint32(1)
         low = Uint32(0)
         state = Int32(_DIGITS_OF_ORD)
@@ -115,7 +116,7 @@ class BlockSelect:
             for group in cutlass.range(source.groups, unroll=1):
                 source.load(group, ords, positions)
                 for i in cutlass.range_constexpr(source.items):
-                    value, open = _open(ords[i], positions[i], in_positions, high, prefix, mask)
+                    value, open = look_at(ords[i], positions[i], in_positions, high, prefix, mask)
                     if open:
                         digit = (value >> Uint32(shift)) & (self.bins - 1)
                         add_shared(histogram + Int32(digit) * 4, Uint32(1))
@@ -156,7 +157,7 @@ class BlockSelect:
 
     @cute.jit
     def _common(self, source: Source, ords: cute.Tensor, positions: cute.Tensor):
-        """Bits in which ords differ, bits that positions need, and the leading bits of ord that all share."""
+        """Bits in which ords differ, bits that positions need, leading bits that all ords share. Has a barrier."""
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % WARP, tid // WARP
         every, some, where = Uint32(FULL), Uint32(0), Uint32(0)
@@ -231,7 +232,7 @@ class BlockSelect:
         for group in cutlass.range(source.groups, unroll=1):
             source.load(group, ords, positions)
             for i in cutlass.range_constexpr(source.items):
-                _, open = _open(ords[i], positions[i], in_positions, high, prefix, mask)
+                _, open = look_at(ords[i], positions[i], in_positions, high, prefix, mask)
                 if open:
                     place = take_shared(counter)
                     members[2 * place] = ords[i]
@@ -270,7 +271,7 @@ class BlockSelect:
             for i in cutlass.range_constexpr(source.items):
                 kept = is_kept(ords[i], positions[i], high, low)
                 mine = mine + Int32(cute.arch.popc(ballot(kept)))
-                sink.observe(group, i, kept)
+                sink.observe(group, i, kept, positions[i])
         if lane == 0:
             partials[3 * WARP + warp] = Uint32(mine)
         sink.publish(partials, warp, lane)
@@ -300,11 +301,3 @@ class BlockSelect:
                 if kept:
                     sink.put(first + Int32(cute.arch.popc(lanes & below)), group, i, ords[i], positions[i])
                 first = first + Int32(cute.arch.popc(lanes))
-
-
-@cute.jit
-def _open(ord: Uint32, position: Uint32, in_positions: Boolean, high: Uint32, prefix: Uint32, mask: Uint32):
-    """What a pass looks at of a candidate, and whether the passes before left it open."""
-    value = ~position if in_positions else ord
-    open = (ord == high) if in_positions else (ord != 0)
-    return value, open & (((value ^ prefix) & mask) == 0)

@@ -62,11 +62,11 @@ def _load_or_build(variant: Variant, arch: str) -> Callable[..., None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _locked(path.with_suffix(".lock"))
     except OSError:  # a read-only home: every process compiles
-        return variant.build("")
+        return variant.build(f"--gpu-arch {arch}")
     with lock:
         if path.exists() and (kernel := _load(path)) is not None:
             return kernel
-        kernel = variant.build("")
+        kernel = variant.build(f"--gpu-arch {arch}")
         _store(kernel, path)
         return kernel
 

@@ -38,7 +38,7 @@ class Sink(Protocol):
     the partials 0 to 2, one a warp, which ``collect`` finds after a barrier.
     """
 
-    def observe(self, group: Int32, i: int, kept: Boolean) -> None: ...
+    def observe(self, group: Int32, i: int, kept: Boolean, position: Uint32) -> None: ...
 
     def publish(self, partials: cute.Tensor, warp: Int32, lane: Int32) -> None: ...
 
@@ -50,3 +50,11 @@ class Sink(Protocol):
 def is_kept(ord: Uint32, position: Uint32, high: Uint32, low: Uint32) -> Boolean:
     """Whether a candidate is not empty and ranks at or above the threshold ``(high, low)``."""
     return (ord != 0) & ((ord > high) | ((ord == high) & (~position >= low)))
+
+
+@cute.jit
+def look_at(ord: Uint32, position: Uint32, in_positions: Boolean, high: Uint32, prefix: Uint32, mask: Uint32):
+    """What a pass looks at of a candidate, and whether the passes before left it open."""
+    value = ~position if in_positions else ord
+    open = (ord == high) if in_positions else (ord != 0)
+    return value, open & (((value ^ prefix) & mask) == 0)

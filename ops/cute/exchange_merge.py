@@ -6,13 +6,12 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
-from cutlass.utils import SmemAllocator
 
 from .block_select import BlockSelect
 from .local_topk import LogitsSelector
 from .outputs import MergeSink, Outputs
 from .peers import Peers
-from .primitives import Divisor
+from .primitives import Divisor, SmemAllocator
 from .rank_words import RankWords
 from .rescue import DIGIT_BITS, RowRescue, stage_all
 from .row_words import ListSource, LogitsSource, WordStage, score_bits
@@ -125,12 +124,12 @@ class ExchangeMerge:
 
         for row in cutlass.range(first_row, count, blocks):
             epoch = Uint32(epochs[row]) + 1
-            offset = peers.slot(epoch, rank, row)
+            place = peers.slot(epoch, rank, row)
             if const_expr(self.from_words):
-                peers.push(words[row, None], shape.local_topk, offset, epoch)
+                peers.push(words[row, None], shape.local_topk, place, epoch)
             else:
                 self.stage_best(self.own_list(bits, topk_indices, row_starts, row), select, stage)
-                peers.push(stage.stage, shape.local_topk, offset, epoch)
+                peers.push(stage.stage, shape.local_topk, place, epoch)
                 cute.arch.sync_threads()  # the next row uses the same stage
         cute.arch.griddepcontrol_launch_dependents()
 

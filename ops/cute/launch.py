@@ -210,9 +210,11 @@ def _watch(exchange: DeviceExchange, rows: int) -> tuple[int, int, int]:
 
 def _unit(name: str, tensor: Tensor) -> Tensor:
     """``tensor [rows, columns]``, whose columns must be neighbours."""
-    if tensor.stride(1) != 1 and tensor.shape[1] > 1:
+    if tensor.stride(1) == 1:
+        return tensor
+    if tensor.shape[1] > 1:
         raise TopkxError(f"{name} has strides {tensor.stride()}: columns must be contiguous, call .contiguous()")
-    return tensor
+    return tensor.as_strided(tensor.shape, (tensor.stride(0), 1))
 
 
 def _aligned(gathered: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
-from cutlass.utils import SmemAllocator
 
 from .block_select import BlockSelect
+from .primitives import SmemAllocator
 from .row_words import LogitsSource, WordStage, score_bits
 from .wait import Watch
 

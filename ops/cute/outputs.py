@@ -51,6 +51,7 @@ class MergeSink:
         out: what is written.
         counts: registers; winners of the ranks below this one, in the high half those up to this one; then
             ranks (bits) that have a candidate which was not selected.
+        kv_rows: registers, KV rows of the candidates at hand; their lookups wait for memory all together.
     """
 
     source: RankWords
@@ -59,17 +60,26 @@ class MergeSink:
     request: Int32 | None
     out: Outputs
     counts: cute.Tensor
+    kv_rows: cute.Tensor
 
     @classmethod
     def of_row(cls, source: RankWords, rank: Int32, row: Int32, request: Int32 | None, out: Outputs) -> MergeSink:
         counts = cute.make_rmem_tensor(2, Uint32)
         counts[0] = Uint32(0)
         counts[1] = Uint32(0)
-        return cls(source, rank, row, request, out, counts)
+        kv_rows = cute.make_rmem_tensor(source.items, Int32)
+        return cls(source, rank, row, request, out, counts, kv_rows)
+
+    @property
+    def _early(self) -> bool:
+        """Whether KV rows are looked up while winners are counted; 64 registers a thread have no room for them."""
+        return self.source.held and self.source.shape.threads <= 512
 
     @cute.jit
-    def observe(self, group: Int32, i: cutlass.Constexpr[int], kept: Boolean) -> None:
+    def observe(self, group: Int32, i: cutlass.Constexpr[int], kept: Boolean, position: Uint32) -> None:
         counts, rank = self.counts, self.source.rank_of(group, i)
+        if const_expr(self._early):
+            self._look_up(i, kept & (rank == self.rank), position)
         if kept:
             # At most K = 4096 winners: the two counts never meet in their word.
             below = Uint32(1) if rank < self.rank else Uint32(0)
@@ -106,15 +116,26 @@ class MergeSink:
                 ids = out.ids
                 ids[self.row, place] = Int32(position)
             if const_expr(out.rows is not None):
-                interleave, block_size = self.source.interleave, out.block_size
-                if self.source.rank_of(group, i) == self.rank:
-                    stretch = interleave.divide(Int32(position))
-                    inside = Int32(position) - stretch * interleave.divisor
-                    j = stretch // shape.world_size * interleave.divisor + inside
-                    block = block_size.divide(j)
-                    kv_row = out.block_table[self.request, block] * out.block_stride + (j - block * block_size.divisor)
+                own = self.source.rank_of(group, i) == self.rank
+                if const_expr(not self._early):
+                    self._look_up(i, own, position)
+                if own:
                     rows = out.rows
-                    rows[self.row, place - self._below()] = kv_row
+                    rows[self.row, place - self._below()] = self.kv_rows[i]
+
+    @cute.jit
+    def _look_up(self, i: cutlass.Constexpr[int], wanted: Boolean, position: Uint32) -> None:
+        """The KV row of a position of this rank, into the registers."""
+        out, kv_rows = self.out, self.kv_rows
+        if const_expr(out.rows is not None):
+            if wanted:
+                interleave, block_size = self.source.interleave, out.block_size
+                stretch = interleave.divide(Int32(position))
+                inside = Int32(position) - stretch * interleave.divisor
+                j = stretch // self.source.shape.world_size * interleave.divisor + inside
+                block = block_size.divide(j)
+                first = out.block_table[self.request, block] * out.block_stride
+                kv_rows[i] = first + (j - block * block_size.divisor)
 
     def _below(self) -> Int32:
         return Int32(self.counts[0] & 0xFFFF)

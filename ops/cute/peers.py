@@ -6,18 +6,20 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32, const_expr
 
-from .primitives import store_pair
+from .primitives import element, store_pair
 from .row_words import row_words
-from .shape import RowShape
+from .shape import PUSHED, RowShape
 
-PAIR_BYTES = 16
+HALF_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The symmetric buffers of all ranks: slots ``[2, W, capacity, pairs]``, then lists ``[slots, capacity, pairs]``.
+    """The symmetric buffers of all ranks: slots ``[2, W, capacity, halves]``, then lists ``[slots, capacity, halves]``.
+
+    A half is 8 bytes of an LL pair, a word and its epoch; 32 bits count those of the largest buffer.
 
     Attributes:
         shape: of the merge.
@@ -31,50 +33,57 @@ class Peers:
     rank: Int32
     capacity: Int32
 
-    @property
-    def slot_bytes(self) -> int:
-        return _pairs(self.shape.local_topk, self.shape) * PAIR_BYTES
+    def slot(self, epoch: Uint32, source: Int32, row: Int32) -> Uint32:
+        """Where the slot of ``source``'s words of ``row`` in the call of ``epoch`` begins, in halves."""
+        which = (epoch & 1) * self.shape.world_size + Uint32(source)
+        return (which * Uint32(self.capacity) + Uint32(row)) * self._slot_halves
 
     @property
-    def list_bytes(self) -> int:
-        return _pairs(self.shape.topk, self.shape) * PAIR_BYTES
+    def slot_stride(self) -> Uint32:
+        """Halves from one source's slot to the next source's."""
+        return Uint32(self.capacity) * self._slot_halves
 
-    def slot(self, epoch: Uint32, source: Int32, row: Int32) -> Int64:
-        """Offset of the slot of ``source``'s words of ``row`` in the call of ``epoch``."""
-        index = Int64(Int32(epoch & 1) * self.shape.world_size + source) * Int64(self.capacity) + Int64(row)
-        return index * self.slot_bytes
-
-    @property
-    def slot_stride(self) -> Int64:
-        """Bytes from one source's slot to the next source's."""
-        return Int64(self.capacity) * self.slot_bytes
-
-    def list(self, place: Int32, row: Int32) -> Int64:
-        """Offset of the rescue list ``place`` of ``row``."""
-        slots = Int64(self.capacity) * (2 * self.shape.world_size * self.slot_bytes)
-        return slots + (Int64(place) * Int64(self.capacity) + Int64(row)) * self.list_bytes
+    def list(self, place: Int32, row: Int32) -> Uint32:
+        """Where the rescue list ``place`` of ``row`` begins, in halves."""
+        slots = Uint32(self.capacity) * (2 * self.shape.world_size * self._slot_halves)
+        return slots + (Uint32(place) * Uint32(self.capacity) + Uint32(row)) * self._list_halves
 
     @property
-    def list_stride(self) -> Int64:
-        return Int64(self.capacity) * self.list_bytes
+    def list_stride(self) -> Uint32:
+        return Uint32(self.capacity) * self._list_halves
+
+    @property
+    def _slot_halves(self) -> int:
+        return row_words(self.shape.local_topk, self.shape.fp32)
+
+    @property
+    def _list_halves(self) -> int:
+        return row_words(self.shape.topk, self.shape.fp32)
 
     @cute.jit
-    def push(self, words: cute.Tensor, n: cutlass.Constexpr[int], offset: Int64, epoch: Uint32) -> None:
-        """Stores the row ``words`` of ``n`` candidates at ``offset`` of every rank, this one included.
+    def push(self, words: cute.Tensor, n: cutlass.Constexpr[int], place: Uint32, epoch: Uint32) -> None:
+        """Stores the row ``words`` of ``n`` candidates at ``place`` of every rank, this one included.
 
         Neighbouring threads store neighbouring pairs of one rank. Ranks begin with different targets, so
-        that they do not all load the same link.
+        that they do not all load the same link. A thread loads a batch before it stores the first of it: no
+        load may pass a store that the compiler must take to hit the same memory.
         """
         tid, _, _ = cute.arch.thread_idx()
-        pairs = _pairs(n, self.shape)
-        world_size, bases = self.shape.world_size, self.bases
-        for i in cutlass.range(tid, world_size * pairs, self.shape.threads):
-            turn = i // pairs
-            pair = i - turn * pairs
-            target = (self.rank + 1 + turn) % world_size
-            address = bases[target] + offset + Int64(pair) * PAIR_BYTES
-            store_pair(address, Uint32(words[2 * pair]), Uint32(words[2 * pair + 1]), epoch)
-
-
-def _pairs(n: int, shape: RowShape) -> int:
-    return row_words(n, shape.fp32) // 2
+        world_size, threads, bases = self.shape.world_size, self.shape.threads, self.bases
+        pairs = const_expr(row_words(n, self.shape.fp32) // 2)
+        batch = const_expr(min(PUSHED // threads, -(-world_size * pairs // threads)))
+        loaded = cute.make_rmem_tensor(2 * batch, Uint32)
+        targets = cute.make_rmem_tensor(batch, Int64)
+        for first in cutlass.range(tid, world_size * pairs, batch * threads, unroll=1):
+            for i in cutlass.range_constexpr(batch):
+                # Past the end the last pair is loaded again, and not stored.
+                index = cutlass.min(first + i * threads, Int32(world_size * pairs - 1))
+                turn = index // pairs
+                pair = index - turn * pairs
+                loaded[2 * i] = Uint32(words[2 * pair])
+                loaded[2 * i + 1] = Uint32(words[2 * pair + 1])
+                target = (self.rank + 1 + turn) % world_size
+                targets[i] = element(bases[target], place + Uint32(2 * pair), HALF_BYTES)
+            for i in cutlass.range_constexpr(batch):
+                if first + i * threads < world_size * pairs:
+                    store_pair(targets[i], loaded[2 * i], loaded[2 * i + 1], epoch)

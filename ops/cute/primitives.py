@@ -13,7 +13,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
-from cutlass.utils import SmemAllocator
+
+try:
+    from cutlass.memory import SmemAllocator
+except ImportError:  # before 4.8
+    from cutlass.utils import SmemAllocator
 
 WARP = 32
 FULL = 0xFFFFFFFF
@@ -160,6 +164,11 @@ def high_product(a: Uint32, b: Uint32, shift: Int32, *, loc=None, ip=None) -> Ui
     text = "{ .reg .u64 p; mul.wide.u32 p, $1, $2; shr.u64 p, p, $3; cvt.u32.u64 $0, p; }"
     operands = (Uint32(a), Uint32(b), Int32(shift))
     return Uint32(_asm(T.i32(), operands, text, "=r,r,r,r", loc, ip, side_effects=False))
+
+
+def element(memory: Int64, index: Uint32, size: int) -> Int64:
+    """Address of element ``index`` of ``size`` bytes."""
+    return memory + Int64(index) * size
 
 
 def shared_words(smem: SmemAllocator, count: int) -> cute.Tensor:

@@ -9,92 +9,98 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 
 from .peers import Peers
-from .primitives import WARP, Divisor, load_half, load_pair, load_word, load_words
+from .primitives import WARP, Divisor, element, load_half, load_pair, load_word, load_words
 from .row_words import row_words
-from .shape import RowShape
+from .shape import STREAMED, STREAMED_IN_ROUND_2, WAITED, RowShape
 from .wait import Watch, wait_tagged
 
-#: Candidates a thread reads at once when it does not keep them: their latencies overlap. Round 2 tells words
-#: from lists and keeps what round 1 needs, so that more than 2 would spill.
-STREAMED = 4
-STREAMED_IN_ROUND_2 = 2
-#: Candidates a thread waits for at once, of those that it keeps; limited by registers, too.
-WAITED = 4
+#: Bytes of a word in an LL half, and in a gathered tensor.
+TAGGED, PLAIN = 8, 4
 
 
 @dataclass(frozen=True)
 class RankWords:
-    """Candidates of all ranks for one row, ``width`` places a rank, those of a rank in the order of its words.
+    """Candidates of all ranks for one row, rank by rank, those of a rank in the order of its words.
 
-    A rank whose bit is set in ``saturated`` is read from its list of K candidates, any other from its N words.
+    A rank whose bit is set in ``saturated`` is read from its list of K candidates, any other from its N
+    words. Places in memory are counted in words (of :data:`TAGGED` or :data:`PLAIN` bytes): 32 bits of
+    them reach far enough and are half the registers of an address.
 
     Attributes:
         shape: of the merge.
-        width: places a rank: N in round 1, K in round 2.
-        tagged: whether words lie in LL slots, else in a gathered tensor (lists are always tagged).
-        held: whether they stay in registers, which :meth:`fetch` fills.
-        words, stride: address of rank 0's words of this row, and bytes to the next rank's.
-        lists, list_stride: the same for the lists, by list; unused when ``width`` is N.
-        saturated: ranks that sent a list.
+        word_bytes: ``TAGGED`` where words lie in LL slots, ``PLAIN`` in a gathered tensor.
+        memory, words, stride: where the words of rank 0 are, and words to the next rank's.
+        peers, lists, saturated: where the lists of the row are, and the ranks that sent one; None in round 1.
+        ranks: registers, the rank of each candidate at hand; None where it follows from the candidate's number.
         interleave: positions of a stretch.
     """
 
     shape: RowShape
-    width: int
-    tagged: bool
-    held: bool
-    words: Int64
-    stride: Int64
-    lists: Int64
-    list_stride: Int64
-    saturated: Uint32
+    word_bytes: int
+    memory: Int64
+    words: Uint32
+    stride: Uint32
     interleave: Divisor
+    peers: Peers | None = None
+    lists: Uint32 | None = None
+    saturated: Uint32 | None = None
+    ranks: cute.Tensor | None = None
 
     @classmethod
     def slots(cls, peers: Peers, epoch: Uint32, row: Int32, interleave: Divisor) -> RankWords:
         """The words that the ranks push into this rank's slots in the call of ``epoch``."""
-        shape, base = peers.shape, peers.bases[peers.rank]
-        words = base + peers.slot(epoch, Int32(0), row)
-        zero = Int64(0)
-        return cls(
-            shape, shape.local_topk, True, shape.held, words, peers.slot_stride, zero, zero, Uint32(0), interleave
-        )
+        words = peers.slot(epoch, Int32(0), row)
+        return cls(peers.shape, TAGGED, peers.bases[peers.rank], words, peers.slot_stride, interleave)
 
     @classmethod
     def gathered(cls, shape: RowShape, gathered: cute.Tensor, row: Int32, interleave: Divisor) -> RankWords:
         """The words in ``gathered [W, T, words]``."""
-        words, stride = gathered[0, row, None].iterator.toint(), Int64(gathered.stride[0]) * 4
-        zero = Int64(0)
-        return cls(shape, shape.local_topk, False, shape.held, words, stride, zero, zero, Uint32(0), interleave)
+        memory = gathered[0, row, None].iterator.toint()
+        return cls(shape, PLAIN, memory, Uint32(0), Uint32(gathered.stride[0]), interleave)
+
+    def with_lists(self, peers: Peers, row: Int32, saturated: Uint32) -> RankWords:
+        """The candidates of round 2."""
+        ranks = cute.make_rmem_tensor(STREAMED_IN_ROUND_2 // self.shape.threads, Int32)
+        return RankWords(
+            self.shape, self.word_bytes, self.memory, self.words, self.stride, self.interleave,
+            peers, peers.list(Int32(0), row), saturated, ranks,
+        )  # fmt: skip
+
+    @property
+    def held(self) -> bool:
+        """Whether candidates stay in registers, which :meth:`fetch` or :meth:`wait` fills."""
+        return self.saturated is None and self.shape.held
 
     @property
     def items(self) -> int:
-        if self.held:
-            return self._all
-        return min(STREAMED if self.width == self.shape.local_topk else STREAMED_IN_ROUND_2, self._all)
+        if self.saturated is not None:
+            return STREAMED_IN_ROUND_2 // self.shape.threads
+        return self.shape.items if self.held else STREAMED // self.shape.threads
 
     @property
-    def groups(self) -> int:
-        return 1 if self.held else -(-self._all // self.items)
+    def groups(self) -> int | Int32:
+        if self.saturated is not None:
+            return cute.ceil_div(self._start(Int32(self.shape.world_size)), self.items * self.shape.threads)
+        return -(-self.shape.items // self.items)
 
-    @property
-    def _all(self) -> int:
-        return -(-self.shape.world_size * self.width // self.shape.threads)
+    def _start(self, rank: Int32) -> Int32:
+        """The first candidate of ``rank`` in round 2."""
+        lists = cute.arch.popc(self.saturated & ((Uint32(1) << Uint32(rank)) - 1))
+        return rank * self.shape.local_topk + Int32(lists) * (self.shape.topk - self.shape.local_topk)
 
-    def candidate(self, group: Int32, i: int) -> Int32:
+    def _candidate(self, group: Int32, i: int) -> Int32:
         """Candidate ``i`` of this thread in ``group``; see :class:`.candidates.Source`."""
         tid, _, _ = cute.arch.thread_idx()
         return ((tid // WARP * self.groups + group) * self.items + i) * WARP + tid % WARP
 
     def rank_of(self, group: Int32, i: int) -> Int32:
-        """The rank that sent it; W or more past the last candidate."""
-        return self.candidate(group, i) // self.width
+        """The rank that sent it. Past the last candidate of round 1, W or more."""
+        return self._candidate(group, i) // self.shape.local_topk if self.ranks is None else self.ranks[i]
 
     def load(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
         if const_expr(not self.held):
             self._read(group, ords, positions)
 
-    @cute.jit
     def fetch(self, ords: cute.Tensor, positions: cute.Tensor) -> None:
         """Reads what is held, without waiting."""
         if const_expr(self.held):
@@ -102,63 +108,91 @@ class RankWords:
 
     @cute.jit
     def _read(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
-        shape = self.shape
-        for i in cutlass.range_constexpr(self.items):
-            c = self.candidate(group, i)
-            rank = c // self.width
-            k = c - rank * self.width
-            base = self.words + Int64(rank) * self.stride
-            n = Int32(shape.local_topk)
-            listed = Boolean(False)
-            if const_expr(self.width != shape.local_topk):
-                if self.is_saturated(rank):
-                    base = self.lists + Int64(self.list_of(rank)) * self.list_stride
-                    n = Int32(shape.topk)
-                    listed = Boolean(True)
-            ords[i] = Uint32(0)
-            positions[i] = Uint32(0)
-            if (c < shape.world_size * self.width) & (k < n):
-                if const_expr(self.tagged):
-                    ords[i], positions[i] = self._load(base, k, n, True)
-                elif listed:
-                    ords[i], positions[i] = self._load(base, k, n, True)
-                else:
-                    ords[i], positions[i] = self._load(base, k, n, False)
-        for i in cutlass.range_constexpr(self.items):
-            self._globalise(group, i, ords, positions)
+        if const_expr(self.saturated is None):
+            self._read_words(group, ords, positions)
+        else:
+            self._read_words_and_lists(group, ords, positions)
 
     @cute.jit
-    def _load(self, base: Int64, k: Int32, n: Int32, tagged: cutlass.Constexpr[bool]):
+    def _read_words(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
+        n = const_expr(self.shape.local_topk)
+        for i in cutlass.range_constexpr(self.items):
+            c = self._candidate(group, i)
+            rank = c // n
+            ords[i] = Uint32(0)
+            positions[i] = Uint32(0)
+            if rank < self.shape.world_size:
+                row = self.words + Uint32(rank) * self.stride
+                ords[i], positions[i] = self._load(self.memory, row, c - rank * n, Int32(n), self.word_bytes)
+        for i in cutlass.range_constexpr(self.items):
+            c = self._candidate(group, i)
+            rank = c // n
+            self._unpack(i, rank, c - rank * n, ords, positions)
+
+    @cute.jit
+    def _read_words_and_lists(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
+        shape, peers, ranks = self.shape, self.peers, self.ranks
+        places = cute.make_rmem_tensor(self.items, Int32)
+        end = self._start(Int32(shape.world_size))
+        for i in cutlass.range_constexpr(self.items):
+            c = self._candidate(group, i)
+            rank = Int32(0)
+            for step in cutlass.range_constexpr(3, -1, -1):  # W is at most 16
+                if const_expr((1 << step) < shape.world_size):
+                    higher = rank + (1 << step)
+                    if (higher < shape.world_size) & (c >= self._start(higher)):
+                        rank = higher
+            k = c - self._start(rank)
+            ranks[i] = rank
+            places[i] = k
+            ords[i] = Uint32(0)
+            positions[i] = Uint32(0)
+            if c < end:
+                row = self.words + Uint32(rank) * self.stride
+                n = Int32(shape.local_topk)
+                if self.is_saturated(rank):
+                    row = self.lists + Uint32(self.list_of(rank)) * peers.list_stride
+                    n = Int32(shape.topk)
+                if const_expr(self.word_bytes == TAGGED):
+                    ords[i], positions[i] = self._load(self.memory, row, k, n, TAGGED)
+                elif self.is_saturated(rank):
+                    ords[i], positions[i] = self._load(peers.bases[peers.rank], row, k, n, TAGGED)
+                else:
+                    ords[i], positions[i] = self._load(self.memory, row, k, n, PLAIN)
+        for i in cutlass.range_constexpr(self.items):
+            self._unpack(i, ranks[i], places[i], ords, positions)
+
+    @cute.jit
+    def _load(self, memory: Int64, row: Uint32, k: Int32, n: Int32, word_bytes: cutlass.Constexpr[int]):
         """Word and, as they lie, the bits of the position: ``(ord, ~idx)``, or ``(word, word of high bits)``."""
         if const_expr(self.shape.fp32):
-            if const_expr(tagged):
-                first, _, second, _ = load_pair(base + Int64(k) * 16)
+            if const_expr(word_bytes == TAGGED):
+                first, _, second, _ = load_pair(element(memory, row + Uint32(2 * k), word_bytes))
             else:
-                first, second = load_words(base + Int64(k) * 8)
+                first, second = load_words(element(memory, row + Uint32(2 * k), word_bytes))
         else:
-            if const_expr(tagged):
-                first, _ = load_half(base + Int64(k) * 8)
-                second, _ = load_half(base + Int64(n + k // 32) * 8)
+            high = row + Uint32(n + k // 32)
+            if const_expr(word_bytes == TAGGED):
+                first, _ = load_half(element(memory, row + Uint32(k), word_bytes))
+                second, _ = load_half(element(memory, high, word_bytes))
             else:
-                first = load_word(base + Int64(k) * 4)
-                second = load_word(base + Int64(n + k // 32) * 4)
+                first = load_word(element(memory, row + Uint32(k), word_bytes))
+                second = load_word(element(memory, high, word_bytes))
         return first, second
 
     @cute.jit
-    def _globalise(self, group: Int32, i: cutlass.Constexpr[int], ords: cute.Tensor, positions: cute.Tensor) -> None:
-        """Turns what :meth:`_load` gave into ord and global position."""
-        shape = self.shape
-        c = self.candidate(group, i)
-        rank = c // self.width
-        k = c - rank * self.width
-        if const_expr(shape.fp32):
+    def _unpack(
+        self, i: cutlass.Constexpr[int], rank: Int32, k: Int32, ords: cute.Tensor, positions: cute.Tensor
+    ) -> None:
+        """Turns what :meth:`_load` gave for place ``k`` of ``rank`` into ord and global position."""
+        if const_expr(self.shape.fp32):
             ord, index = ords[i], Int32(~positions[i])
         else:
             word = ords[i]
             high = (positions[i] >> Uint32(k % 32)) & 1
             ord, index = word >> 16, Int32((high << 16) | (~word & Uint32(0xFFFF)))
         stretch = self.interleave.divide(index)
-        position = index + (stretch * (shape.world_size - 1) + rank) * self.interleave.divisor
+        position = index + (stretch * (self.shape.world_size - 1) + rank) * self.interleave.divisor
         ords[i] = ord
         positions[i] = Uint32(position) if ord != 0 else Uint32(0)
 
@@ -175,52 +209,56 @@ class RankWords:
         if const_expr(self.held):
             self._wait_held(ords, positions, epoch, row, watch)
         else:
+            n = const_expr(self.shape.local_topk)
             for rank in cutlass.range(self.shape.world_size, unroll=1):
-                address = self.words + Int64(rank) * self.stride
-                n = self.shape.local_topk
-                wait_row(address, n, self.shape, epoch, row, Int32(rank), 1, watch)
+                first = self.words + Uint32(rank) * self.stride
+                wait_row(self.memory, first, n, self.shape, epoch, row, Int32(rank), 1, watch)
             cute.arch.sync_threads()  # each thread reads what others waited for
 
     @cute.jit
     def _wait_held(self, ords: cute.Tensor, positions: cute.Tensor, epoch: Uint32, row: Int32, watch: Watch) -> None:
-        last = self.shape.world_size * self.width - 1
-        raw = cute.make_rmem_tensor(2 * WAITED, Uint32)
-        for first in cutlass.range_constexpr(0, self.items, WAITED):
-            addresses, ranks = [], []
-            for i in cutlass.range_constexpr(first, min(first + WAITED, self.items)):
+        n = const_expr(self.shape.local_topk)
+        last = self.shape.world_size * n - 1
+        at_once = const_expr(WAITED // self.shape.threads)
+        raw = cute.make_rmem_tensor(2 * at_once, Uint32)
+        for first in cutlass.range_constexpr(0, self.items, at_once):
+            places, ranks = [], []
+            for i in cutlass.range_constexpr(first, min(first + at_once, self.items)):
                 # Past the end the last candidate is waited for again: that costs less than a branch.
-                c = cutlass.min(self.candidate(Int32(0), i), Int32(last))
-                rank = c // self.width
-                k = c - rank * self.width
-                base = self.words + Int64(rank) * self.stride
+                c = cutlass.min(self._candidate(Int32(0), i), Int32(last))
+                rank = c // n
+                k = c - rank * n
+                sent = self.words + Uint32(rank) * self.stride
                 if const_expr(self.shape.fp32):
-                    addresses += [base + Int64(k) * 16]
+                    places += [sent + Uint32(2 * k)]
                     ranks += [rank]
                 else:
-                    addresses += [base + Int64(k) * 8, base + Int64(self.width + k // 32) * 8]
+                    places += [sent + Uint32(k), sent + Uint32(n + k // 32)]
                     ranks += [rank, rank]
-            wait_tagged(addresses, ranks, raw, self.shape.fp32, epoch, row, 1, watch)
-            for i in cutlass.range_constexpr(first, min(first + WAITED, self.items)):
-                there = self.candidate(Int32(0), i) <= last
-                ords[i] = raw[2 * (i - first)] if there else Uint32(0)
+            wait_tagged(self.memory, places, ranks, raw, self.shape.fp32, epoch, row, 1, watch)
+            for i in cutlass.range_constexpr(first, min(first + at_once, self.items)):
+                c = self._candidate(Int32(0), i)
+                ords[i] = raw[2 * (i - first)] if c <= last else Uint32(0)
                 positions[i] = raw[2 * (i - first) + 1]
-                self._globalise(Int32(0), i, ords, positions)
+                self._unpack(i, c // n, c - c // n * n, ords, positions)
 
     @cute.jit
     def wait_lists(self, tags: cute.Tensor, row: Int32, watch: Watch) -> None:
         """Waits for the lists of the saturated ranks; ``tags[slot]`` is the epoch before this use."""
-        for rank in cutlass.range(self.shape.world_size, unroll=1):
+        peers, shape = self.peers, self.shape
+        for rank in cutlass.range(shape.world_size, unroll=1):
             if self.is_saturated(rank):
                 slot = self.list_of(rank)
-                address = self.lists + Int64(slot) * self.list_stride
+                first = self.lists + Uint32(slot) * peers.list_stride
                 epoch = Uint32(tags[slot, row]) + 1
-                wait_row(address, self.shape.topk, self.shape, epoch, row, Int32(rank), 2, watch)
+                wait_row(peers.bases[peers.rank], first, shape.topk, shape, epoch, row, Int32(rank), 2, watch)
         cute.arch.sync_threads()  # each thread reads what others waited for
 
 
 @cute.jit
 def wait_row(
-    address: Int64,
+    memory: Int64,
+    first: Uint32,
     n: cutlass.Constexpr[int],
     shape: RowShape,
     epoch: Uint32,
@@ -229,12 +267,13 @@ def wait_row(
     round: cutlass.Constexpr[int],
     watch: Watch,
 ) -> None:
-    """The block waits for every LL pair of a row of ``n`` candidates, and leaves the words where they are."""
+    """The block waits for every LL pair of the ``n`` candidates from ``first`` on, and leaves them there."""
     tid, _, _ = cute.arch.thread_idx()
-    pairs = const_expr(-(-row_words(n, shape.fp32) // 2))
-    raw = cute.make_rmem_tensor(2 * STREAMED, Uint32)
-    for first in cutlass.range(tid, pairs, STREAMED * shape.threads, unroll=1):
-        addresses = [
-            address + Int64(cutlass.min(first + u * shape.threads, Int32(pairs - 1))) * 16 for u in range(STREAMED)
-        ]
-        wait_tagged(addresses, [rank] * STREAMED, raw, True, epoch, row, round, watch)
+    pairs = const_expr(row_words(n, shape.fp32) // 2)
+    at_once = const_expr(WAITED // shape.threads)
+    raw = cute.make_rmem_tensor(2 * at_once, Uint32)
+    for start in cutlass.range(tid, pairs, WAITED, unroll=1):
+        own = [cutlass.min(start + u * shape.threads, Int32(pairs - 1)) for u in range(at_once)]
+        wait_tagged(
+            memory, [first + Uint32(2 * pair) for pair in own], [rank] * at_once, raw, True, epoch, row, round, watch
+        )  # fmt: skip

@@ -12,13 +12,12 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
-from cutlass.utils import SmemAllocator
 
 from .block_select import BlockSelect
 from .local_topk import LogitsSelector
 from .outputs import MergeSink, Outputs
 from .peers import Peers
-from .primitives import Divisor
+from .primitives import Divisor, SmemAllocator
 from .rank_words import RankWords
 from .row_words import ListSource, LogitsSource, WordStage, score_bits
 from .shape import RowShape
@@ -75,18 +74,7 @@ class RowRescue:
         """
         tid, _, _ = cute.arch.thread_idx()
         peers, shape, tags = self.peers, self.peers.shape, self.list_epoch
-        second = RankWords(
-            shape=shape,
-            width=shape.topk,
-            tagged=words.tagged,
-            held=False,
-            words=words.words,
-            stride=words.stride,
-            lists=peers.bases[peers.rank] + peers.list(Int32(0), row),
-            list_stride=peers.list_stride,
-            saturated=saturated,
-            interleave=words.interleave,
-        )
+        second = words.with_lists(peers, row, saturated)
         if second.is_saturated(peers.rank):
             self.stage_list(own)
             place = second.list_of(peers.rank)

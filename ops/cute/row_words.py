@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32, const_expr
-from cutlass.utils import SmemAllocator
 
 from ..layouts import packed_row_words
-from .primitives import WARP, bit_length, or_shared, shared_words
+from .primitives import WARP, SmemAllocator, bit_length, or_shared, shared_words
 
 
 def row_words(n: int, fp32: bool) -> int:
@@ -169,7 +168,7 @@ class WordStage:
         for i in cutlass.range(tid, self.words, self.threads, unroll=1):
             stage[i] = Uint32(0)
 
-    def observe(self, group: Int32, i: int, kept: Boolean) -> None:
+    def observe(self, group: Int32, i: int, kept: Boolean, position: Uint32) -> None:
         pass
 
     def publish(self, partials: cute.Tensor, warp: Int32, lane: Int32) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
-from cutlass.utils import SmemAllocator
 
 from .block_select import BlockSelect
 from .outputs import MergeSink, Outputs
-from .primitives import Divisor
+from .primitives import Divisor, SmemAllocator
 from .rank_words import RankWords
 from .rescue import DIGIT_BITS
 from .shape import RowShape

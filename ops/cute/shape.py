@@ -7,6 +7,9 @@ from dataclasses import dataclass
 #: Candidates a thread keeps in registers (an ord and a position each). More would spill at the 64 registers
 #: that 1024 threads have; then every pass reads its candidates again, from L2, where they are by then.
 MAX_HELD = 8
+#: Loads that the threads of a block have in flight together when they push, when they poll, and when they read
+#: candidates again in round 1 and in round 2 (where each needs its rank found): what 64 Ki registers allow.
+PUSHED, WAITED, STREAMED, STREAMED_IN_ROUND_2 = 4096, 4096, 4096, 2048
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class RowShape:
 
     @classmethod
     def of(cls, world_size: int, topk: int, local_topk: int, fp32: bool) -> RowShape:
-        """With the threads that suit it: 1024 once 512 would have more than 4 candidates each.
+        """With the threads that suit it: 512, unless they could not hold the candidates.
 
-        Fewer threads meet sooner at a barrier; more keep more loads in flight.
+        Fewer threads meet sooner at a barrier, and have registers to keep more loads in flight each.
         """
-        return cls(world_size, topk, local_topk, fp32, 1024 if world_size * local_topk > 4 * 512 else 512)
+        return cls(world_size, topk, local_topk, fp32, 512 if world_size * local_topk <= 512 * MAX_HELD else 1024)

@@ -11,6 +11,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from .primitives import (
     claim_sys,
+    element,
     fence_sys,
     global_timer,
     load_half,
@@ -65,7 +66,8 @@ class Watch:
 
 @cute.jit
 def wait_tagged(
-    addresses: Sequence[Int64],
+    memory: Int64,
+    places: Sequence[Uint32],
     sources: Sequence[Int32],
     words: cute.Tensor,
     pairs: cutlass.Constexpr[bool],
@@ -74,12 +76,13 @@ def wait_tagged(
     round: cutlass.Constexpr[int],
     watch: Watch,
 ) -> None:
-    """The one wait: spins until every tag at ``addresses`` equals ``epoch``, then leaves the words.
+    """The one wait: spins until every tag at ``places`` equals ``epoch``, then leaves the words.
 
-    All addresses are read again in every turn, so that their latencies overlap; what has arrived stays.
+    All places are read again in every turn, so that their latencies overlap; what has arrived stays.
 
     Args:
-        addresses: of LL pairs, or of halves.
+        memory: where place 0 is.
+        places: of LL pairs, or of halves; counted in halves.
         sources: the rank that stores at each of them.
         words: registers, Uint32; 2 words a pair or 1 a half.
         pairs: whether pairs or halves are read.
@@ -92,14 +95,14 @@ def wait_tagged(
     while missing != 0:
         missing = Uint32(0)
         culprit = Int32(-1)
-        for i in cutlass.range_constexpr(len(addresses)):
+        for i in cutlass.range_constexpr(len(places)):
             if const_expr(pairs):
-                word_0, tag_0, word_1, tag_1 = load_pair(addresses[i])
+                word_0, tag_0, word_1, tag_1 = load_pair(element(memory, places[i], 8))
                 words[2 * i] = word_0
                 words[2 * i + 1] = word_1
                 late = (tag_0 ^ epoch) | (tag_1 ^ epoch)
             else:
-                word, tag = load_half(addresses[i])
+                word, tag = load_half(element(memory, places[i], 8))
                 words[i] = word
                 late = tag ^ epoch
             missing = missing | late

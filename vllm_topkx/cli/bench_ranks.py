@@ -15,7 +15,7 @@ from ..ranks import RankContext, RankError, RankPool
 from .bench_case import BUFFERS, Case
 from .bench_check import Truth, worst
 from .bench_plan import Plan
-from .bench_record import EXACT, UNCHECKED, WRONG, Measurement, Panel, Results
+from .bench_record import UNCHECKED, WRONG, Measurement, Panel, Results
 from .bench_systems import Output, Systems
 from .bench_timing import Graphed, nothing
 from .bench_vllm import Gather, LeftOut, VllmKernels, agree, all_gather
@@ -66,9 +66,7 @@ def add_sample(results: Results, panel: Panel, rows: int, columns: int, of_ranks
     results.measurements.append(Measurement.of(first.system, panel, rows, columns, times, verdict))
 
 
-def measure_case(
-    context: RankContext, plan: Plan, topk: int, scores: str, rows: int
-) -> tuple[list[Sample], list[str]]:
+def measure_case(context: RankContext, plan: Plan, topk: int, scores: str, rows: int) -> tuple[list[Sample], list[str]]:
     """One configuration of all systems on this rank: samples in the order of ``plan.systems``, and notes."""
     gather, about_vllm = _vllm_gather(context) if any(name.startswith("vllm") for name in plan.systems) else (None, "")
     n = plan.local_topk(topk, context.world_size)
@@ -117,7 +115,10 @@ def _vllm_gather(context: RankContext) -> tuple[Gather | None, str]:
     if errors:
         return None, errors[0]
     torch.cuda.synchronize()
-    return all_gather(context)
+    try:
+        return all_gather(context)
+    except LeftOut as raised:  # on all ranks alike
+        return None, str(raised)
 
 
 def _graph(systems: Systems, name: str, calls: int, about_vllm: str) -> Graphed[Output]:
@@ -146,7 +147,7 @@ def _reserve(context: RankContext, plan: Plan, topk: int, n: int) -> tuple[int, 
     for bf16, dtype in enumerate((torch.float32, torch.bfloat16)):
         # An exchange's name has neither K nor the dtype, so each pair gets a lane.
         lane = 2 * plan.topk.index(topk) + bf16
-        for local_topk in {n} if bf16 else {n, topk}:
+        for local_topk in sorted({n} if bf16 else {n, topk}):
             reserve(context.group, max(plan.rows), topk, local_topk=local_topk, dtype=dtype, lane=lane)
         lanes.append(lane)
     return lanes[0], lanes[1]
@@ -158,9 +159,9 @@ def _truths(context: RankContext, case: Case, interleave: int) -> Callable[[bool
     for bf16 in (False, True):
         for b in range(BUFFERS):
             mine = case.scores_of(b, bf16)
-            everyone = mine.new_empty((context.world_size, *mine.shape))
+            everyone = mine.new_empty((context.world_size * case.rows, case.columns))
             dist.all_gather_into_tensor(everyone, mine, group=context.group)
-            found[bf16, b] = Truth.of(everyone, case.topk, interleave)
+            found[bf16, b] = Truth.of(everyone.view(-1, *mine.shape), case.topk, interleave)
     torch.cuda.synchronize()
     return lambda bf16, buffer: found[bf16, buffer]
 
@@ -174,5 +175,3 @@ def _verdict(outputs: list[Output], truth: Callable[[int], Truth], rank: int, ca
         if output.rows is not None:
             verdicts.append(truth(i % BUFFERS).verdict_on_rows(output.rows, output.valid, rank, case.kv))
     return worst(verdicts, UNCHECKED) if verdicts else UNCHECKED
-
-

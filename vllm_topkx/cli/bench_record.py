@@ -107,6 +107,11 @@ class Measurement:
         return cls(system, panel, rows, columns, round(median, 3), round(low, 3), round(high, 3), verdict)
 
 
+def _count(number: int, of: str) -> str:
+    """``1 row``, ``4 rows``."""
+    return f"{number} {of if number != 1 else of.removesuffix('s')}"
+
+
 @dataclass
 class Results:
     """What a benchmark found.
@@ -142,9 +147,17 @@ class Results:
         if text not in self.notes:
             self.notes.append(text)
 
-    def panels(self) -> list[Panel]:
-        """In the order measured."""
-        return list(dict.fromkeys(m.panel for m in self.measurements))
+    @property
+    def beside(self) -> str:
+        """The number that is the same in all of a table."""
+        return "columns" if self.across == "rows" else "rows"
+
+    def tables(self) -> list[tuple[str, list[Measurement]]]:
+        """What is shown together, with a title, in the order measured."""
+        found: dict[tuple[Panel, int], list[Measurement]] = {}
+        for m in self.measurements:
+            found.setdefault((m.panel, getattr(m, self.beside)), []).append(m)
+        return [(f"{panel}, {_count(number, self.beside)}", part) for (panel, number), part in found.items()]
 
     def get(self, system: str | None, panel: Panel, rows: int, columns: int) -> Measurement | None:
         for m in self.measurements:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..ops.cute.ll_floor import prepare_floor
 from ..ops.exchange import find_exchange
 from ..ops.keys import global_position
 from ..ops.layouts import BF16, FP32
@@ -40,7 +39,7 @@ class Systems:
         case: its inputs.
         local_topk: N.
         interleave: I.
-        lanes: of the exchanges for float32 and for bfloat16 scores, which :meth:`reserve_as` needs.
+        lanes: of the exchanges for float32 and for bfloat16 scores.
         gather: vLLM's all-gather; None when vLLM is not measured.
     """
 
@@ -104,9 +103,9 @@ class Systems:
         scores = self.case.logits[b].gather(1, indices.long())
         ids = global_position(indices, self.rank, self.world_size, self.interleave)
         packed = torch.stack((scores, ids.view(torch.float32)), dim=-1)
-        gathered = packed.new_empty((self.world_size, count, k, 2))
+        gathered = packed.new_empty((self.world_size * count, k, 2))
         dist.all_gather_into_tensor(gathered, packed, group=self.context.group)
-        candidates = gathered.movedim(0, 1).reshape(count, self.world_size * k, 2)
+        candidates = gathered.view(-1, count, k, 2).movedim(0, 1).reshape(count, self.world_size * k, 2)
         best = candidates[..., 0].topk(k, dim=-1, sorted=False).indices
         return Output(ids=candidates.view(torch.int32)[..., 1].gather(1, best))
 
@@ -156,6 +155,8 @@ class Systems:
         return call
 
     def _floor(self, n: int, bf16: bool) -> Call:
+        from ..ops.cute.ll_floor import prepare_floor  # not before there is a GPU: it imports CuTe DSL
+
         words = self.case.words_of(n, bf16)
         exchange = find_exchange(self.context.group_name, self.context.device, n, self.lanes[bf16])
         spec = MergeSpec(self.rank, self.world_size, self.k, n, self.interleave, BF16 if bf16 else FP32)
