@@ -103,7 +103,7 @@ auto_functionalized_v2 = functionalized topk_rescue(view, getitem_3, getitem, ge
 getitem_6 = auto_functionalized_v2[2]
 return [getitem_6]
 """,
-    )  # noqa: E501
+    )
     assert_expected_inline(
         rewrite(gm)[0],
         """\
@@ -190,7 +190,7 @@ auto_functionalized_v2 = functionalized topk_rescue(permute, getitem_5, getitem_
 getitem_8 = auto_functionalized_v2[2]
 return [getitem_8]
 """,
-    )  # noqa: E501
+    )
     assert_expected_inline(
         rewrite(gm)[0],
         """\
@@ -221,7 +221,7 @@ getitem_8 = exchange_merge[1]
 add = add.Tensor(getitem_7, 1)
 return [add, getitem_8, getitem_7]
 """,
-    )  # noqa: E501
+    )
 
 
 def test_all_candidates_need_no_rescue(group: str) -> None:
@@ -285,7 +285,7 @@ exchange_merge_2 = exchange_merge(local_topk_words_2, arg0_1, getitem_18, '0', 2
 getitem_19 = exchange_merge_2[2]
 return [getitem_19]
 """,
-    )  # noqa: E501
+    )
 
 
 def test_ops_that_a_user_calls_are_ordered(group: str) -> None:
@@ -388,7 +388,7 @@ topk_rescue = topk_rescue(add, getitem_10, getitem_7, getitem_8, getitem_9, arg0
 getitem_15 = topk_rescue[2]
 return [getitem_14, getitem_15]
 """,
-    )  # noqa: E501
+    )
     assert merge_pass.rewritten == 1
 
 
