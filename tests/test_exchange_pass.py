@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (graphs are shown as they are printed, one node a line)
 """The exchange pass on graphs: what it rewrites, to what, and what it leaves alone and why."""
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Selection of the best candidates of a row by one thread block: radix select, then stable compaction.
 
-A candidate is an ``ord`` (0: empty) and a position, and the better of two has the larger ``ord``, then the
-smaller position. Selection finds the key of the last candidate to keep; compaction keeps all from there
-on in the order of the candidates. Neither lets the scheduling of threads show in the result: shared atomics
-count, and give places only to keys that are then ranked.
+Selection finds the key of the last candidate to keep; compaction keeps all from there on in the order of the
+candidates. The scheduling of threads does not show in the result: shared atomics count, and give places only
+to keys that are then ranked.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class BlockSelect:
 
     Attributes:
         threads: of the block, a multiple of 32 and at least 512 (a histogram is cleared in few steps).
-        digit_bits: of a radix pass, 5 to 10: 32 lanes look through ``2**digit_bits`` bins, each through
-            at most 32. 8 suits candidates that were selected before (they share their leading bits), 10
-            raw scores (with fewer bits most of them would meet in the bins of a few exponents).
+        digit_bits: of a radix pass, 5 to 10: each of 32 lanes looks through at most 32 bins. 8 suits candidates
+            that were selected before (they share their leading bits), 10 raw scores (with fewer bits most of
+            them would meet in the bins of a few exponents).
         common_bits: whether to find the leading bits that all keys share before the first pass.
         histograms: shared, two of ``2**digit_bits`` words; one is cleared while the other fills.
         partials: shared, a word of each warp, for four reductions at once.
