@@ -67,13 +67,8 @@ class BlockSelect:
         sizes = (2 << digit_bits, 4 * WARP, 2 * DIRECT, 4)
         return cls(threads, digit_bits, common_bits, *(shared_words(smem, size) for size in sizes))
 
-    @property
-    def warps(self) -> int:
-        return self.threads // WARP
-
-    @property
-    def bins(self) -> int:
-        return 1 << self.digit_bits
+    warps = property(lambda self: self.threads // WARP)
+    bins = property(lambda self: 1 << self.digit_bits)
 
     @cute.jit
     def threshold(
@@ -158,7 +153,7 @@ class BlockSelect:
     def _common(self, source: Source, ords: cute.Tensor, positions: cute.Tensor):
         """Bits in which ords differ, bits that positions need, leading bits that all ords share. Has a barrier."""
         tid, _, _ = cute.arch.thread_idx()
-        lane, warp = tid % WARP, tid // WARP
+        lane, warp, partials = tid % WARP, tid // WARP, self.partials
         every, some, where = Uint32(FULL), Uint32(0), Uint32(0)
         for group in cutlass.range(source.groups, unroll=1):
             source.load(group, ords, positions)
@@ -167,7 +162,6 @@ class BlockSelect:
                 some = some | ords[i]
                 where = where | positions[i]
         every, some, where = warp_and(every), warp_or(some), warp_or(where)
-        partials = self.partials
         if lane == 0:
             partials[warp] = every
             partials[WARP + warp] = some
@@ -262,8 +256,7 @@ class BlockSelect:
     def count(self, source: Source, ords: cute.Tensor, positions: cute.Tensor, high: Uint32, low: Uint32, sink: Sink):
         """``(number of candidates from the threshold on, place of the first of this warp)``."""
         tid, _, _ = cute.arch.thread_idx()
-        lane, warp = tid % WARP, tid // WARP
-        partials = self.partials
+        lane, warp, partials = tid % WARP, tid // WARP, self.partials
         mine = Int32(0)
         for group in cutlass.range(source.groups, unroll=1):
             source.load(group, ords, positions)
