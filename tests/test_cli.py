@@ -255,7 +255,10 @@ def test_a_setting_that_is_not_allowed(
 def test_interrupt_is_quiet_and_leaves_nothing(tmp_path: Path) -> None:
     logits = np.zeros((2, 40, 200_000), dtype=np.float32)
     np.savez(tmp_path / "large.npz", logits=logits, topk=64)
-    program = "import sys; from vllm_topkx.cli import main; print('up', flush=True); sys.exit(main())"
+    program = (  # a job in the background of a script is started with SIGINT ignored
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from vllm_topkx.cli import main; print('up', flush=True); sys.exit(main())"
+    )
     line = [sys.executable, "-c", program, "verify", "large.npz", "--backend", "cpu", "--out", "ids.npz"]
     process = subprocess.Popen(
         line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
