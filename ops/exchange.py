@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..settings import Settings
 from .checks import check_topk, check_world, require
 from .errors import TopkxError
-from .groups import find_group, resolve_group
+from .groups import find_group, gather_from_ranks, resolve_group
 from .layouts import default_local_topk, exchange_bytes, layout_of, rescue_slots
 
 
@@ -190,8 +190,7 @@ def reserve(
 
 def _agree(group: dist.ProcessGroup, wanted: tuple, usable: bool) -> bool:
     """Whether every rank's present exchange is usable; raises on all ranks when they want different ones."""
-    asked: list = [None] * group.size()
-    dist.all_gather_object(asked, (wanted, usable), group=group)
+    asked = gather_from_ranks(group, (wanted, usable))
     for rank, (other, _) in enumerate(asked):
         if other != asked[0][0]:
             raise TopkxError(f"reserve() differs between ranks: rank 0 asks for {asked[0][0]}, rank {rank} for {other}")

@@ -7,10 +7,11 @@ Names are those of ``torch.distributed`` process groups. A host program with gro
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
-from .errors import TopkxError
+from .errors import BackendUnavailableError, TopkxError
 
 Resolver = Callable[[str], "dist.ProcessGroup | None"]
 _resolvers: list[Resolver] = []
@@ -49,3 +50,18 @@ def resolve_group(name: str, world_size: int | None = None) -> dist.ProcessGroup
     if world_size is not None and group.size() != world_size:
         raise TopkxError(f"group {name!r} has {group.size()} ranks, but the call is for world size {world_size}")
     return group
+
+
+def gather_from_ranks(group: dist.ProcessGroup, value: Any, error: str | None = None, what: str = "") -> list:
+    """Collective: every rank's ``value``, by rank. Ranks go on together or raise together.
+
+    Raises:
+        BackendUnavailableError: on all ranks, when one has an ``error``; it names the first, and ``what`` it
+            could not do.
+    """
+    answers: list = [None] * group.size()
+    dist.all_gather_object(answers, (value, error), group=group)
+    for rank, (_, found) in enumerate(answers):
+        if found is not None:
+            raise BackendUnavailableError(f"rank {rank}{what}: {found}")
+    return [value for value, _ in answers]

@@ -72,6 +72,11 @@ def scores_of(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return picked.sort(dim=-1, descending=True).values
 
 
+def wrong_rows(ids: torch.Tensor, logits: torch.Tensor, ends: torch.Tensor, k: int) -> torch.Tensor:
+    """Rows of ``ids`` that are not the K best; on the device."""
+    return (scores_of(ids, logits) != expected_scores(logits, ends, k)).any(-1).sum()
+
+
 # exactness
 
 
@@ -104,8 +109,7 @@ def many_random_rows(ctx: RankContext, k: int, n: int, rows: int, calls: int, sk
     for call in range(calls):
         logits, ends = (t.to(ctx.device) for t in random_inputs(call, rows, 5000, skew))
         ids = exchange(ctx, logits[ctx.rank], ends[ctx.rank], k, n)
-        equal = scores_of(ids, logits) == expected_scores(logits, ends, k)
-        wrong += int((~equal.all(-1)).sum())
+        wrong += int(wrong_rows(ids, logits, ends, k))
     return wrong
 
 
@@ -168,7 +172,7 @@ class Captured:
         with torch.cuda.graph(self.graph):
             self.ids = [exchange(ctx, self.logits[i], self.ends[i], k, n, lane=lane) for i in range(merges)]
 
-    def wrong_rows(self, seed: int) -> torch.Tensor:
+    def replay(self, seed: int) -> torch.Tensor:
         """Replays with fresh inputs; the number of wrong rows, on the device."""
         wrong = torch.zeros((), dtype=torch.int64, device=self.ctx.device)
         merges, rows, columns = self.logits.shape
@@ -183,8 +187,7 @@ class Captured:
             inputs.append((logits, ends))
         self.graph.replay()
         for ids, (logits, ends) in zip(self.ids, inputs, strict=True):
-            equal = scores_of(ids, logits) == expected_scores(logits, ends, self.k)
-            wrong += (~equal.all(-1)).sum()
+            wrong += wrong_rows(ids, logits, ends, self.k)
         return wrong
 
 
@@ -206,11 +209,11 @@ def graphs_of_all_sizes(ctx: RankContext, replays: int) -> int:
     for replay in range(replays):
         choice = int(order.integers(0, len(graphs) + 1))
         if choice < len(graphs):
-            wrong += graphs[choice].wrong_rows(replay)
+            wrong += graphs[choice].replay(replay)
         else:  # an eager call in between, of other rows
             logits, ends = (t.to(ctx.device) for t in random_inputs(replay, 7, 600))
             ids = exchange(ctx, logits[ctx.rank], ends[ctx.rank], k, n)
-            wrong += (~(scores_of(ids, logits) == expected_scores(logits, ends, k)).all(-1)).sum()
+            wrong += wrong_rows(ids, logits, ends, k)
     return int(wrong)
 
 
@@ -225,7 +228,7 @@ def many_replays(ctx: RankContext, replays: int) -> int:
     graph = Captured(ctx, k, n, 4, 1, 600)
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
     for replay in range(replays):
-        wrong += graph.wrong_rows(replay)
+        wrong += graph.replay(replay)
     return int(wrong)
 
 
@@ -241,7 +244,7 @@ def epochs_about_to_wrap(ctx: RankContext) -> tuple[int, list[int]]:
     torch.cuda.synchronize()
     dist.barrier(ctx.group)
     graph = Captured(ctx, k, n, 8, 2, 600, lane=lane)
-    wrong = sum(int(graph.wrong_rows(replay)) for replay in range(10))
+    wrong = sum(int(graph.replay(replay)) for replay in range(10))
     return wrong, exchange_.epoch.tolist()
 
 
@@ -266,7 +269,7 @@ def two_lanes_on_two_streams(ctx: RankContext, rounds: int) -> int:
                 results.append((exchange(ctx, logits[ctx.rank], ends[ctx.rank], k, n, lane=lane), logits, ends))
         torch.cuda.synchronize()
         for ids, logits, ends in results:
-            wrong += (~(scores_of(ids, logits) == expected_scores(logits, ends, k)).all(-1)).sum()
+            wrong += wrong_rows(ids, logits, ends, k)
     return int(wrong)
 
 
@@ -285,10 +288,7 @@ def one_rank_ahead(ctx: RankContext, steps: int) -> int:
         if step % W == ctx.rank:
             time.sleep(0.002)  # the other rank's kernel waits, having pushed a whole call ahead
         results.append((exchange(ctx, logits[ctx.rank], ends[ctx.rank], k, n), logits, ends))
-    return sum(
-        int((~(scores_of(ids, logits) == expected_scores(logits, ends, k)).all(-1)).sum())
-        for ids, logits, ends in results
-    )
+    return sum(int(wrong_rows(ids, logits, ends, k)) for ids, logits, ends in results)
 
 
 def test_one_rank_a_call_ahead_at_every_step(gpus: RankPool) -> None:
@@ -317,14 +317,13 @@ def compiled_chain(ctx: RankContext) -> tuple[int, bool]:
     compiled = torch.compile(merge, options=options, fullgraph=True)
     logits, ends = (t.to(ctx.device) for t in random_inputs(9, 4, 600, skew=True))
     mine = (logits[ctx.rank].contiguous(), ends[ctx.rank].contiguous())
-    expected = expected_scores(logits, ends, k)
     results = [merge(*mine), compiled(*mine)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = compiled(*mine)
     graph.replay()
     results.append(captured)
-    wrong = sum(int((~(scores_of(ids, logits) == expected).all(-1)).sum()) for ids in results)
+    wrong = sum(int(wrong_rows(ids, logits, ends, k)) for ids in results)
     return wrong, options["post_grad_custom_post_pass"].rewritten == 1
 
 

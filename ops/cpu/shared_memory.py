@@ -16,9 +16,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import BackendUnavailableError
+from ..groups import gather_from_ranks
 
 SHM = Path("/dev/shm")
 PREFIX = "topkx-"
+NO_MEMORY = " has no shared memory"
 
 
 def reclaim() -> list[str]:
@@ -80,24 +82,14 @@ def rendezvous(group: dist.ProcessGroup, size: int) -> list[mmap.mmap]:
             path, fd = _create(size)
         except (OSError, BackendUnavailableError) as failure:
             error = str(failure)
-        paths = _gather(group, path, error)
+        paths = gather_from_ranks(group, path, error, NO_MEMORY)
         try:
             segments += [_map(path, size) for path in paths]
         except OSError as failure:
             error = str(failure)
-        _gather(group, path, error)  # all have mapped: the names can go
+        gather_from_ranks(group, path, error, NO_MEMORY)  # all have mapped: the names can go
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
             os.close(fd)
     return segments
-
-
-def _gather(group: dist.ProcessGroup, path: Path | None, error: str | None) -> list[Path]:
-    """Every rank's ``path``; raises on all ranks when one of them has an ``error``."""
-    everyone: list = [None] * group.size()
-    dist.all_gather_object(everyone, (path, error), group=group)
-    for rank, (_, found) in enumerate(everyone):
-        if found is not None:
-            raise BackendUnavailableError(f"rank {rank} has no shared memory: {found}")
-    return [path for path, _ in everyone]

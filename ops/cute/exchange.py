@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..errors import BackendUnavailableError, ExchangeTimeoutError, TopkxError
 from ..exchange import ExchangeSettings, TopkExchange
+from ..groups import gather_from_ranks
 from .device import multiprocessors, require_dsl, require_gpu
 from .record import FailureRecord
 
@@ -129,8 +130,7 @@ def _together(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    everyone: list = [None] * group.size()
-    dist.all_gather_object(everyone, None if error is None else str(error), group=group)
-    for rank, message in enumerate(everyone):
-        if message is not None:
-            raise BackendUnavailableError(f"rank {rank} {what}: {message}") from error
+    try:
+        gather_from_ranks(group, None, None if error is None else str(error), f" {what}")
+    except BackendUnavailableError as refused:
+        raise refused from error

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..ops.errors import TopkxError
+from ..ops.groups import gather_from_ranks
 from ..ops.spec import KvMap
 from ..ranks import RankContext
 
@@ -116,9 +117,7 @@ def all_gather(context: RankContext) -> tuple[Gather, str]:
 
 def agree(group: dist.ProcessGroup, error: str | None) -> list[str]:
     """The ranks' errors, without None. Collective, so a barrier too."""
-    everyone: list = [None] * group.size()
-    dist.all_gather_object(everyone, error, group=group)
-    return [" ".join(found.split()) for found in everyone if found is not None]
+    return [" ".join(found.split()) for found in gather_from_ranks(group, error) if found is not None]
 
 
 def _try(gather: Gather, context: RankContext) -> None:

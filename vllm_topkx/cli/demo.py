@@ -10,7 +10,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from ..ranks import RankContext, RankError, RankPool
 from ..settings import Settings
 from . import demo_model as model
 from . import vllm_cpu
-from .graph_text import graph_text
+from .graph_text import Recording, graph_text, marked
 from .progress import progress
 from .vllm_hooks import plugin_problem
 
@@ -46,15 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("--ranks", metavar="W", type=int, default=4, help="processes to run on, 2..16; default 4")
     parser.add_argument("--steps", metavar="S", type=int, default=40, help="decode steps, of five kinds; default 40")
-
-
-@dataclass
-class Recording:
-    """What the plugin's pass did on a rank: graphs that it met as text, before and after it, and its counts."""
-
-    graphs: list[tuple[str, str]] = field(default_factory=list)
-    rewritten: int = 0
-    left_alone: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -236,20 +226,13 @@ def exact_rows(answers: list[Answer], step: model.Step) -> np.ndarray:
 
 
 def _print_graphs(recording: Recording) -> None:
+    on_terminal = sys.stdout.isatty()
     for before, after in recording.graphs:
         print(f"vLLM's graph on rank 0 before the pass ({len(before.splitlines())} nodes):\n")
-        _print_marked("-", before, after)
+        print(marked("-", before, after, on_terminal))
         print(f"\nafter it ({len(after.splitlines())} nodes):\n")
-        _print_marked("+", after, before)
+        print(marked("+", after, before, on_terminal))
         print(flush=True)
-
-
-def _print_marked(sign: str, text: str, other: str) -> None:
-    """Marks the lines that ``other`` does not have."""
-    colour, plain = ("\033[31m" if sign == "-" else "\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
-    known = set(other.splitlines())
-    for line in text.splitlines():
-        print(f"  {line}" if line in known else f"{colour}{sign} {line}{plain}")
 
 
 def _print_table(tallies: dict[str, Tally]) -> None:

@@ -7,9 +7,7 @@ import importlib
 import logging
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ import torch
 from ..ops.errors import TopkxError
 from ..ranks import RankContext, RankError, RankPool
 from . import one_line
+from .graph_text import Recording, graph_text, marked
 from .progress import progress
 
 MESSAGE = 400  # characters shown of an error of the user's code
@@ -53,15 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", metavar="W", type=int, default=2, help="processes to run it on, 1..16; default 2")
 
 
-@dataclass
-class Recording:
-    """Graphs as text, before and after the pass, and what the pass counted."""
-
-    graphs: list[tuple[str, str]] = field(default_factory=list)
-    rewritten: int = 0
-    left_alone: Counter[str] = field(default_factory=Counter)
-
-
 def run(args: argparse.Namespace) -> int:
     module, colon, function = args.target.partition(":")
     if not (module and colon and function):
@@ -70,19 +60,13 @@ def run(args: argparse.Namespace) -> int:
         raise TopkxError(f"--ranks {args.ranks}: must be 1..16")
     recording = record(module, function, args.ranks)
     for number, (before, after) in enumerate(recording.graphs, 1):
-        print(f"graph {number} of {len(recording.graphs)}, before the pass:\n{_marked('-', before, after)}\n")
-        print(f"after:\n{_marked('+', after, before)}\n")
+        print(f"graph {number} of {len(recording.graphs)}, before the pass:\n{marked('-', before, after)}\n")
+        print(f"after:\n{marked('+', after, before)}\n")
     left = sum(recording.left_alone.values())
     print(f"{recording.rewritten} chains rewritten to exchanges, {left} left alone")
     for reason, count in recording.left_alone.items():
         print(f"  {count}: {reason}")
     return 0
-
-
-def _marked(sign: str, text: str, other: str) -> str:
-    """``text`` indented, its lines that ``other`` does not have marked with ``sign``."""
-    known = set(other.splitlines())
-    return "\n".join(f"{' ' if line in known else sign} {line}" for line in text.splitlines())
 
 
 def record(module: str, function: str, ranks: int) -> Recording:
@@ -107,7 +91,6 @@ def _record_on_rank(context: RankContext, module: str, function: str) -> Recordi
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     from ..fx_passes.exchange_merge import ExchangeMergePass
-    from .graph_text import graph_text
 
     logging.getLogger("vllm_topkx").setLevel(logging.ERROR)  # chains left alone are in the report
     merge, recording = ExchangeMergePass(), Recording()

@@ -1,8 +1,10 @@
-"""An FX graph as text: one line a node, ``name: dtype[shape] = op(args)``."""
+"""An FX graph as text: one line a node, ``name: dtype[shape] = op(args)``; and graphs before and after a pass."""
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +22,22 @@ _DTYPES = {
     torch.uint8: "u8",
     torch.bool: "b8",
 }
+
+
+@dataclass
+class Recording:
+    """What the exchange pass did: graphs that it met as text, before and after it, and its counts."""
+
+    graphs: list[tuple[str, str]] = field(default_factory=list)
+    rewritten: int = 0
+    left_alone: Counter[str] = field(default_factory=Counter)
+
+
+def marked(sign: str, text: str, other: str, coloured: bool = False) -> str:
+    """``text`` indented; its lines that ``other`` does not have begin with ``sign``: red for ``-``, else green."""
+    colour, plain = ("\033[31m" if sign == "-" else "\033[32m", "\033[0m") if coloured else ("", "")
+    known = set(other.splitlines())
+    return "\n".join(f"  {line}" if line in known else f"{colour}{sign} {line}{plain}" for line in text.splitlines())
 
 
 def graph_text(graph: fx.Graph) -> str:

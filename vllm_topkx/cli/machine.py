@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 
 from .._version import __version__
+from ..ops.cute.device import FIRST_UNTESTED_DSL, OLDEST_CAPABILITY, OLDEST_DSL
 
 #: Distributions that decide what runs, beside this one.
 DISTRIBUTIONS = ("torch", "nvidia-cutlass-dsl", "vllm")
-CUTE_DSL_VERSIONS = (4, 6), (4, 9)  # from, below: as pyproject.toml has them
-HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def versions() -> dict[str, str | None]:
 
 def cute_dsl_problem() -> str | None:
     """Why the installed CuTe DSL will not do, or None."""
-    version, (low, high) = version_of("nvidia-cutlass-dsl"), CUTE_DSL_VERSIONS
+    version, low, high = version_of("nvidia-cutlass-dsl"), OLDEST_DSL, FIRST_UNTESTED_DSL
     wanted = f"needed is {low[0]}.{low[1]} to below {high[0]}.{high[1]}: pip install -U vllm-topkx"
     if version is None:
         return f"nvidia-cutlass-dsl is not installed; {wanted}"
@@ -60,7 +59,7 @@ def gpus() -> list[Gpu]:
         p = torch.cuda.get_device_properties(index)
         capability = (p.major, p.minor)
         memory = round(p.total_memory / 2**30, 1)
-        found.append(Gpu(index, p.name, f"{p.major}.{p.minor}", memory, capability >= HOPPER))
+        found.append(Gpu(index, p.name, f"{p.major}.{p.minor}", memory, capability >= OLDEST_CAPABILITY))
     return found
 
 

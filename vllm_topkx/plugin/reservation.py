@@ -19,6 +19,7 @@ import torch.distributed as dist
 from .._version import __version__
 from ..ops import TopkExchange, checks, default_local_topk, reserve
 from ..ops.errors import TopkxError
+from ..ops.groups import gather_from_ranks
 from ..ops.layouts import FP32
 from ..ops.spec import MergeSpec
 from ..settings import Settings
@@ -190,14 +191,10 @@ def _together(group: dist.ProcessGroup, step: Callable[[], Result], agree: bool 
         result = step()
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    answers: list = [None] * group.size()
-    dist.all_gather_object(answers, (problem, result if agree else None), group=group)
-    for rank, (theirs, _) in enumerate(answers):
-        if theirs is not None:
-            raise TopkxError(f"rank {rank}: {theirs}")
-    for rank, (_, value) in enumerate(answers):
-        if value != answers[0][1]:
-            raise TopkxError(f"ranks differ: rank 0 has {answers[0][1]}, rank {rank} has {value}")
+    values = gather_from_ranks(group, result if agree else None, problem)
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise TopkxError(f"ranks differ: rank 0 has {values[0]}, rank {rank} has {value}")
     return result
 
 
