@@ -29,7 +29,9 @@ _WIDER = {np.int16: np.int32, np.uint16: np.uint32, np.int32: np.int64, np.uint3
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
-_BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "add": np.add}
+_BITWISE = {
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "add": np.add, "min": np.minimum, "max": np.maximum,
+}  # fmt: skip
 
 
 class Trapped(Exception):

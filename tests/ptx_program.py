@@ -66,7 +66,7 @@ class Program:
             line = line.split("//")[0].strip()
             if line.endswith(":"):
                 labels[line[:-1]] = len(self.code)
-            elif line and not line.startswith("."):
+            elif line and line not in "{}" and not line.startswith("."):
                 self.code.append(self._parse(line))
         for _, op, arguments in self.code:
             if op.startswith("bra"):

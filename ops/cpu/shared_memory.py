@@ -7,9 +7,11 @@ leaves a name whose lock nobody holds; the next start removes it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
+import re
 import uuid
 from pathlib import Path
 
@@ -52,12 +54,22 @@ def _create(size: int) -> tuple[Path, int]:
             break
         os.close(fd)
     try:
+        if size > (free := _free_bytes()):  # else the next line would use up the machine's memory before it fails
+            raise OSError(errno.ENOSPC, f"{free} are free")
         os.posix_fallocate(fd, 0, size)  # fails here instead of a SIGBUS at first use
     except OSError as error:
         os.close(fd)
         path.unlink(missing_ok=True)
         raise BackendUnavailableError(f"{size} bytes: {error.strerror}; free some, or reserve fewer rows") from error
     return path, fd
+
+
+def _free_bytes() -> int:
+    """What shared memory can still take: the file system's room, which may be more than the memory there is."""
+    room = os.statvfs(SHM)
+    available = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    free = room.f_bavail * room.f_frsize
+    return min(free, 1024 * int(available[1])) if available else free
 
 
 def _map(path: Path, size: int) -> mmap.mmap:

@@ -25,8 +25,9 @@ from .primitives import (
     lower_lanes,
     shared_words,
     take_shared,
-    warp_and,
     warp_inclusive_sum,
+    warp_max,
+    warp_min,
     warp_or,
     warp_sum,
 )
@@ -41,34 +42,34 @@ _DIGITS_OF_ORD, _DIGITS_OF_POSITION, _RANK_DIRECTLY, _FOUND = range(4)
 class BlockSelect:
     """Radix selection and placement by one block. Made by :meth:`allocate`.
 
+    A pass has a bin a thread, 9 or 10 bits of the keys: then the bin of the threshold mostly holds so few keys
+    after the first pass that they are ranked directly.
+
     Attributes:
-        threads: of the block, a multiple of 32 and at least 512 (a histogram is cleared in few steps).
-        digit_bits: of a radix pass, 5 to 10: each of 32 lanes looks through at most 32 bins. 8 suits candidates
-            that were selected before (they share their leading bits), 10 raw scores (with fewer bits most of
-            them would meet in the bins of a few exponents).
-        common_bits: whether to find the leading bits that all keys share before the first pass.
-        histograms: shared, two of ``2**digit_bits`` words; one is cleared while the other fills.
+        threads: of the block, 512 or 1024.
+        measured: whether to find the range of the keys before the first pass, and to spread the bins over it.
+            It pays for candidates that were selected before: their floats share a sign and few exponents.
+        histogram: shared, a word a bin; zero between passes.
         partials: shared, a word of each warp, for four reductions at once.
         members: shared, ord and inverted position of the keys that are ranked directly.
         result: shared, digit, keys above it, keys in it; or the threshold; word 3 counts members.
     """
 
     threads: int
-    digit_bits: int
-    common_bits: bool
-    histograms: cute.Tensor
+    measured: bool
+    histogram: cute.Tensor
     partials: cute.Tensor
     members: cute.Tensor
     result: cute.Tensor
 
     @classmethod
-    def allocate(cls, smem: SmemAllocator, threads: int, digit_bits: int, common_bits: bool) -> BlockSelect:
-        assert threads % WARP == 0 and 512 <= threads <= 1024 and 5 <= digit_bits <= 10
-        sizes = (2 << digit_bits, 4 * WARP, 2 * DIRECT, 4)
-        return cls(threads, digit_bits, common_bits, *(shared_words(smem, size) for size in sizes))
+    def allocate(cls, smem: SmemAllocator, threads: int, measured: bool) -> BlockSelect:
+        assert threads in (512, 1024)
+        sizes = (threads, 4 * WARP, 2 * DIRECT, 4)
+        return cls(threads, measured, *(shared_words(smem, size) for size in sizes))
 
     warps = property(lambda self: self.threads // WARP)
-    bins = property(lambda self: 1 << self.digit_bits)
+    digit_bits = property(lambda self: self.threads.bit_length() - 1)
 
     @cute.jit
     def threshold(
@@ -85,17 +86,16 @@ class BlockSelect:
         Args:
             source: the candidates; ``ords`` and ``positions`` are its registers.
             count: how many to keep, at least 1.
-            ord_bits, position_bits: widths that hold every key (ignored with ``common_bits``).
+            ord_bits, position_bits: widths that hold every key (ignored when ``measured``).
         """
         tid, _, _ = cute.arch.thread_idx()
-        histograms, result = self.histograms, self.result
-        for i in cutlass.range(tid, 2 * self.bins, self.threads, unroll=1):
-            histograms[i] = Uint32(0)
+        histogram, result = self.histogram, self.result
+        histogram[tid] = Uint32(0)
         if tid == 0:
             result[3] = Uint32(0)
-        prefix = Uint32(0)
-        if const_expr(self.common_bits):
-            ord_bits, position_bits, prefix = self._common(source, ords, positions)
+        base = Uint32(0)
+        if const_expr(self.measured):
+            base, ord_bits, position_bits = self._range(source, ords, positions)
         else:
             cute.arch.sync_threads()
         high = Uint32(1)
@@ -103,35 +103,34 @@ class BlockSelect:
         state = Int32(_DIGITS_OF_ORD)
         in_positions = Boolean(False)
         shift = self._first_shift(ord_bits)
+        prefix = Uint32(0)
         mask = Uint32(0)
-        half = Int32(0)
         while state < _RANK_DIRECTLY:
-            histogram = Int32(histograms.iterator.toint()) + half * (4 * self.bins)
+            bins = Int32(histogram.iterator.toint())
             for group in cutlass.range(source.groups, unroll=1):
                 source.load(group, ords, positions)
                 for i in cutlass.range_constexpr(source.items):
-                    value, open = look_at(ords[i], positions[i], in_positions, high, prefix, mask)
+                    value, open = look_at(ords[i], positions[i], in_positions, high, base, prefix, mask)
                     if open:
-                        digit = (value >> Uint32(shift)) & (self.bins - 1)
-                        add_shared(histogram + Int32(digit) * 4, Uint32(1))
+                        digit = (value >> Uint32(shift)) & (self.threads - 1)
+                        add_shared(bins + Int32(digit) * 4, Uint32(1))
             cute.arch.sync_threads()
-            self._find_digit(half, count)
+            self._find_digit(count)
             cute.arch.sync_threads()
             digit, above, inside = result[0], Int32(result[1]), Int32(result[2])
-            half = 1 - half
             count = count - above
             prefix = prefix | (digit << Uint32(shift))
             mask = Uint32(0) - (Uint32(1) << Uint32(shift))
             if inside == 0:  # fewer candidates than asked for: keep all
                 state = Int32(_FOUND)
             elif inside == count or (in_positions and shift == 0):
-                high = high if in_positions else prefix
+                high = high if in_positions else base + prefix
                 low = prefix if in_positions else low
                 state = Int32(_FOUND)
             elif inside <= DIRECT:
                 state = Int32(_RANK_DIRECTLY)
             elif shift == 0:  # ties at the threshold: the smaller positions win
-                high = prefix
+                high = base + prefix
                 in_positions = Boolean(True)
                 shift = self._first_shift(position_bits)
                 prefix = bits_above(position_bits)
@@ -139,7 +138,7 @@ class BlockSelect:
             else:
                 shift = cutlass.max(shift - self.digit_bits, Int32(0))
         if state == _RANK_DIRECTLY:
-            self._gather_members(source, ords, positions, in_positions, high, prefix, mask)
+            self._gather_members(source, ords, positions, in_positions, high, base, prefix, mask)
             cute.arch.sync_threads()
             self._rank_members(Int32(result[3]), count)
             cute.arch.sync_threads()
@@ -150,64 +149,50 @@ class BlockSelect:
         return cutlass.max(bits - self.digit_bits, Int32(0))
 
     @cute.jit
-    def _common(self, source: Source, ords: cute.Tensor, positions: cute.Tensor):
-        """Bits in which ords differ, bits that positions need, leading bits that all ords share. Has a barrier."""
+    def _range(self, source: Source, ords: cute.Tensor, positions: cute.Tensor):
+        """The smallest ord, bits of the difference to the largest, bits that positions need. Has a barrier."""
         tid, _, _ = cute.arch.thread_idx()
         lane, warp, partials = tid % WARP, tid // WARP, self.partials
-        every, some, where = Uint32(FULL), Uint32(0), Uint32(0)
+        least, most, where = Uint32(FULL), Uint32(0), Uint32(0)
         for group in cutlass.range(source.groups, unroll=1):
             source.load(group, ords, positions)
             for i in cutlass.range_constexpr(source.items):
-                every = every & (ords[i] if ords[i] != 0 else Uint32(FULL))
-                some = some | ords[i]
+                least = cutlass.min(least, ords[i] - 1)  # an empty one, 0, becomes the largest
+                most = cutlass.max(most, ords[i])
                 where = where | positions[i]
-        every, some, where = warp_and(every), warp_or(some), warp_or(where)
+        least, most, where = warp_min(least), warp_max(most), warp_or(where)
         if lane == 0:
-            partials[warp] = every
-            partials[WARP + warp] = some
+            partials[warp] = least
+            partials[WARP + warp] = most
             partials[2 * WARP + warp] = where
         cute.arch.sync_threads()
         there = lane < self.warps
-        every = warp_and(partials[lane] if there else Uint32(FULL))
-        some = warp_or(partials[WARP + lane] if there else Uint32(0))
+        least = warp_min(partials[lane] if there else Uint32(FULL)) + 1
+        most = warp_max(partials[WARP + lane] if there else Uint32(0))
         where = warp_or(partials[2 * WARP + lane] if there else Uint32(0))
-        bits = bit_length(every ^ some)
-        return bits, bit_length(where), some & bits_above(bits)
+        return least, bit_length(most - least), bit_length(where)
 
     @cute.jit
-    def _find_digit(self, half: Int32, count: Int32) -> None:
-        """Warp 0 finds the bin that holds the ``count``-th largest key; the others clear the other histogram."""
+    def _find_digit(self, count: Int32) -> None:
+        """Finds the bin that holds the ``count``-th largest key, and clears the histogram. Has a barrier."""
         tid, _, _ = cute.arch.thread_idx()
-        histograms, result = self.histograms, self.result
-        per = const_expr(self.bins // WARP)
-        if tid < WARP:
-            first = half * self.bins
-            group = WARP - 1 - tid  # lane 0 has the largest digits
-            own = Int32(0)
-            for i in cutlass.range_constexpr(per):
-                # Rotated, so that 32 lanes read 32 banks.
-                own = own + Int32(histograms[first + group * per + (i + tid // (WARP // per)) % per])
-            upto = warp_inclusive_sum(own, tid)
-            holder = ballot((upto - own < count) & (count <= upto))
-            if holder == 0:
-                if tid == 0:
-                    result[1] = Uint32(0)
-                    result[2] = Uint32(0)
-            else:
-                lane = cute.arch.popc(holder - 1)  # a single bit is set
-                before = cute.arch.shuffle_sync(upto - own, Int32(lane))
-                bin = (WARP - 1 - Int32(lane)) * per + (per - 1 - tid)
-                inside = Int32(0)
-                if tid < per:
-                    inside = Int32(histograms[first + bin])
-                upto = before + warp_inclusive_sum(inside, tid)
-                if (upto - inside < count) & (count <= upto):
-                    result[0] = Uint32(bin)
-                    result[1] = Uint32(upto - inside)
-                    result[2] = Uint32(inside)
-        else:
-            for i in cutlass.range(tid - WARP, self.bins, self.threads - WARP, unroll=1):
-                histograms[(1 - half) * self.bins + i] = Uint32(0)
+        lane, warp, partials = tid % WARP, tid // WARP, self.partials
+        histogram, result = self.histogram, self.result
+        bin = self.threads - 1 - tid  # thread 0 has the largest digit
+        inside = Int32(histogram[bin])
+        histogram[bin] = Uint32(0)
+        upto = warp_inclusive_sum(inside, lane)
+        if lane == WARP - 1:
+            partials[3 * WARP + warp] = Uint32(upto)
+        cute.arch.sync_threads()
+        upto = upto + warp_sum(Int32(partials[3 * WARP + lane]) if lane < warp else Int32(0))
+        if (upto - inside < count) & (count <= upto):
+            result[0] = Uint32(bin)
+            result[1] = Uint32(upto - inside)
+            result[2] = Uint32(inside)
+        if (tid == self.threads - 1) & (upto < count):
+            result[1] = Uint32(0)
+            result[2] = Uint32(0)
 
     @cute.jit
     def _gather_members(
@@ -217,19 +202,32 @@ class BlockSelect:
         positions: cute.Tensor,
         in_positions: Boolean,
         high: Uint32,
+        base: Uint32,
         prefix: Uint32,
         mask: Uint32,
     ) -> None:
-        members = self.members
+        tid, _, _ = cute.arch.thread_idx()
+        members, below = self.members, lower_lanes()
+        own_bit = below + 1
         counter = Int32(self.result.iterator.toint()) + 12
         for group in cutlass.range(source.groups, unroll=1):
             source.load(group, ords, positions)
+            found, lanes = Int32(0), []
             for i in cutlass.range_constexpr(source.items):
-                _, open = look_at(ords[i], positions[i], in_positions, high, prefix, mask)
-                if open:
-                    place = take_shared(counter)
-                    members[2 * place] = ords[i]
-                    members[2 * place + 1] = ~positions[i]
+                _, open = look_at(ords[i], positions[i], in_positions, high, base, prefix, mask)
+                lanes += [ballot(open)]
+                found = found + Int32(cute.arch.popc(lanes[i]))
+            if found != 0:
+                place = Int32(0)
+                if tid % WARP == 0:
+                    place = take_shared(counter, found)
+                place = cute.arch.shuffle_sync(place, 0)
+                for i in cutlass.range_constexpr(source.items):
+                    if (lanes[i] & own_bit) != 0:
+                        own = place + Int32(cute.arch.popc(lanes[i] & below))
+                        members[2 * own] = ords[i]
+                        members[2 * own + 1] = ~positions[i]
+                    place = place + Int32(cute.arch.popc(lanes[i]))
 
     @cute.jit
     def _rank_members(self, size: Int32, count: Int32) -> None:
@@ -237,15 +235,17 @@ class BlockSelect:
         tid, _, _ = cute.arch.thread_idx()
         members, result = self.members, self.result
         lane, warp = tid % WARP, tid // WARP
+        others = [lane + i * WARP for i in range(DIRECT // WARP)]
+        other_ords = [members[2 * other] for other in others]
+        other_inverses = [members[2 * other + 1] for other in others]
         for m in cutlass.range(warp, size, self.warps, unroll=1):
             ord, inverse = members[2 * m], members[2 * m + 1]
             larger, as_large = Int32(0), Int32(0)
             for i in cutlass.range_constexpr(DIRECT // WARP):
-                other = lane + i * WARP
-                other_ord, other_inverse = members[2 * other], members[2 * other + 1]
-                there = other < size
-                above = (other_ord > ord) | ((other_ord == ord) & (other_inverse > inverse))
-                same = (other_ord == ord) & (other_inverse == inverse)
+                there = others[i] < size
+                same_ord = other_ords[i] == ord
+                above = (other_ords[i] > ord) | (same_ord & (other_inverses[i] > inverse))
+                same = same_ord & (other_inverses[i] == inverse)
                 larger = larger + Int32(cute.arch.popc(ballot(there & above)))
                 as_large = as_large + Int32(cute.arch.popc(ballot(there & (above | same))))
             if (larger < count) & (count <= as_large) & (lane == 0):
@@ -262,8 +262,9 @@ class BlockSelect:
             source.load(group, ords, positions)
             for i in cutlass.range_constexpr(source.items):
                 kept = is_kept(ords[i], positions[i], high, low)
-                mine = mine + Int32(cute.arch.popc(ballot(kept)))
+                mine = mine + Int32(kept)
                 sink.observe(group, i, kept, positions[i])
+        mine = warp_sum(mine)
         if lane == 0:
             partials[3 * WARP + warp] = Uint32(mine)
         sink.publish(partials, warp, lane)
@@ -285,11 +286,12 @@ class BlockSelect:
     ) -> None:
         """Puts the candidates from the threshold on, in candidate order; ``first`` is what :meth:`count` gave."""
         below = lower_lanes()
+        own_bit = below + 1
         for group in cutlass.range(source.groups, unroll=1):
             source.load(group, ords, positions)
+            # All votes before the first branch: so that they do not wait for one another.
+            lanes = [ballot(is_kept(ords[i], positions[i], high, low)) for i in range(source.items)]
             for i in cutlass.range_constexpr(source.items):
-                kept = is_kept(ords[i], positions[i], high, low)
-                lanes = ballot(kept)
-                if kept:
-                    sink.put(first + Int32(cute.arch.popc(lanes & below)), group, i, ords[i], positions[i])
-                first = first + Int32(cute.arch.popc(lanes))
+                if (lanes[i] & own_bit) != 0:
+                    sink.put(first + Int32(cute.arch.popc(lanes[i] & below)), group, i, ords[i], positions[i])
+                first = first + Int32(cute.arch.popc(lanes[i]))

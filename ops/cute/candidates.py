@@ -53,8 +53,10 @@ def is_kept(ord: Uint32, position: Uint32, high: Uint32, low: Uint32) -> Boolean
 
 
 @cute.jit
-def look_at(ord: Uint32, position: Uint32, in_positions: Boolean, high: Uint32, prefix: Uint32, mask: Uint32):
+def look_at(
+    ord: Uint32, position: Uint32, in_positions: Boolean, high: Uint32, base: Uint32, prefix: Uint32, mask: Uint32
+):
     """What a pass looks at of a candidate, and whether the passes before left it open."""
-    value = ~position if in_positions else ord
+    value = ~position if in_positions else ord - base
     open = (ord == high) if in_positions else (ord != 0)
     return value, open & (((value ^ prefix) & mask) == 0)

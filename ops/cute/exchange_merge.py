@@ -11,10 +11,10 @@ from .block_select import BlockSelect
 from .local_topk import LogitsSelector
 from .outputs import MergeSink, Outputs
 from .peers import Peers
-from .primitives import Divisor, SmemAllocator
+from .primitives import WARP, Divisor, SmemAllocator, store_words
 from .rank_words import RankWords
-from .rescue import DIGIT_BITS, RowRescue, stage_all
-from .row_words import ListSource, LogitsSource, WordStage, score_bits
+from .rescue import RowRescue, stage_all
+from .row_words import ListSource, LogitsSource, WordStage, row_words, score_bits
 from .shape import RowShape
 from .wait import Watch
 
@@ -110,11 +110,12 @@ class ExchangeMerge:
         out_ids = ids if const_expr(self.from_words) else topk_indices
         out = Outputs(out_ids, block_table, req_id, rows, valid, Divisor(*block_size), block_stride)
         smem = SmemAllocator()
-        select = BlockSelect.allocate(smem, shape.threads, DIGIT_BITS, common_bits=True)
+        select = BlockSelect.allocate(smem, shape.threads, measured=True)
         stage, selector, rescue, bits = None, None, None, None
         if const_expr(shape.rescues or not self.from_words):
-            stage = WordStage.allocate(smem, shape.topk, shape.fp32, shape.threads)
             bits = score_bits(logits, shape.fp32)
+        if const_expr(shape.rescues or not (self.from_words or self.direct)):
+            stage = WordStage.allocate(smem, shape.topk, shape.fp32, shape.threads)
         if const_expr(shape.rescues):
             if const_expr(self.from_words):
                 selector = LogitsSelector.allocate(smem, shape.threads, shape.fp32)
@@ -128,15 +129,18 @@ class ExchangeMerge:
             if const_expr(self.from_words):
                 peers.push(words[row, None], shape.local_topk, place, epoch)
             else:
-                self.stage_best(self.own_list(bits, topk_indices, row_starts, row), select, stage)
-                peers.push(stage.stage, shape.local_topk, place, epoch)
-                cute.arch.sync_threads()  # the next row uses the same stage
+                own = self.own_list(bits, topk_indices, row_starts, row)
+                self.push_list(own, peers, place, epoch, peers.own_words(epoch, row), select, stage)
         cute.arch.griddepcontrol_launch_dependents()
 
         for row in cutlass.range(first_row, count, blocks):
             epoch = Uint32(epochs[row]) + 1
             request = out.request(row)
-            source = RankWords.slots(peers, epoch, row, Divisor(*interleave))
+            if const_expr(self.from_words):
+                own_words = words[row, None].iterator.toint()
+            else:
+                own_words = peers.own_words(epoch, row)
+            source = RankWords.slots(peers, epoch, row, Divisor(*interleave), own_words)
             ords = cute.make_rmem_tensor(source.items, Uint32)
             positions = cute.make_rmem_tensor(source.items, Uint32)
             source.wait(ords, positions, epoch, row, watch)
@@ -169,17 +173,61 @@ class ExchangeMerge:
         return ListSource(bits[row, None], topk_indices[row, None], start, shape.topk, shape.fp32, shape.threads)
 
     @cute.jit
-    def stage_best(self, own: ListSource, select: BlockSelect, stage: WordStage) -> None:
-        """The best N of the caller's K into the stage, in his order; the stage can be read after this returns."""
-        if const_expr(self.shape.rescues):
-            best = stage.limited_to(self.shape.local_topk)
-            best.clear()
-            ords = cute.make_rmem_tensor(own.items, Uint32)
-            positions = cute.make_rmem_tensor(own.items, Uint32)
+    def push_list(
+        self,
+        own: ListSource,
+        peers: Peers,
+        place: Uint32,
+        epoch: Uint32,
+        kept: Int64,
+        select: BlockSelect,
+        stage: WordStage | None,
+    ) -> None:
+        """Pushes the best N of the caller's K, in his order, and keeps them at ``kept``. Ends with a barrier."""
+        ords = cute.make_rmem_tensor(own.items, Uint32)
+        positions = cute.make_rmem_tensor(own.items, Uint32)
+        n = const_expr(self.shape.local_topk)
+        if const_expr(self.direct):
             own.gather(ords, positions)
-            high, low = select.threshold(own, ords, positions, Int32(best.n), Int32(0), Int32(0))
-            _, first = select.count(own, ords, positions, high, low, best)
-            select.write(own, ords, positions, high, low, first, best)
-            cute.arch.sync_threads()
+            self.push_direct(own, ords, positions, peers, place, epoch, kept)
         else:
-            stage_all(own, stage)
+            if const_expr(self.shape.rescues):
+                best = stage.limited_to(n)
+                best.clear()
+                own.gather(ords, positions)
+                high, low = select.threshold(own, ords, positions, Int32(n), Int32(0), Int32(0))
+                _, first = select.count(own, ords, positions, high, low, best)
+                select.write(own, ords, positions, high, low, first, best)
+                cute.arch.sync_threads()
+            else:
+                stage_all(own, stage)
+            peers.push(stage.stage, n, place, epoch)
+            peers.keep(stage.stage, n, kept)
+        cute.arch.sync_threads()  # the next row uses the same stage; and what is kept can be read
+
+    @property
+    def direct(self) -> bool:
+        """Whether a list is pushed as it is gathered: all of it, and a candidate is a pair."""
+        return not self.shape.rescues and self.shape.fp32
+
+    @cute.jit
+    def push_direct(
+        self,
+        own: ListSource,
+        ords: cute.Tensor,
+        positions: cute.Tensor,
+        peers: Peers,
+        place: Uint32,
+        epoch: Uint32,
+        kept: Int64,
+    ) -> None:
+        """Candidate ``k`` is pair ``k``; the row is padded to an even number of pairs."""
+        pairs = const_expr(row_words(own.topk, True) // 2)
+        loaded = cute.make_rmem_tensor(2 * own.items, Uint32)
+        for i in cutlass.range_constexpr(own.items):
+            loaded[2 * i] = ords[i]
+            loaded[2 * i + 1] = ~positions[i] if ords[i] != 0 else Uint32(0)
+        peers.store(own.place(0), WARP, pairs, loaded, place, epoch, False)
+        for i in cutlass.range_constexpr(own.items):
+            if own.place(i) < pairs:
+                store_words(kept + Int64(own.place(i)) * 8, loaded[2 * i], loaded[2 * i + 1])

@@ -87,33 +87,40 @@ class LlFloor:
 
         for row in cutlass.range(first_row, count, blocks):
             epoch = Uint32(epochs[row]) + 1
-            self.wait(bases[rank], peers.slot(epoch, Int32(0), row), peers.slot_stride, epoch, row, watch)
+            self.wait(bases[rank], peers.slot(epoch, Int32(0), row), peers.slot_stride, rank, epoch, row, watch)
             cute.arch.sync_threads()  # all threads have read the row's epoch
             if tid == 0:
                 epochs[row] = Int32(epoch)
 
     @cute.jit
-    def wait(self, memory: Int64, words: Uint32, stride: Uint32, epoch: Uint32, row: Int32, watch: Watch) -> None:
-        """The block waits for the pairs that all ranks store for a row; each thread for its own.
+    def wait(
+        self, memory: Int64, words: Uint32, stride: Uint32, rank: Int32, epoch: Uint32, row: Int32, watch: Watch
+    ) -> None:
+        """The block waits for the pairs that all ranks but this one store for a row; each thread for its own.
 
         ``words`` is where rank 0's begin in ``memory``, and ``stride`` leads to the next rank's, in halves.
         """
         tid, _, _ = cute.arch.thread_idx()
         shape = self.shape
         pairs = const_expr(row_words(shape.local_topk, shape.fp32) // 2)
-        total = const_expr(shape.world_size * pairs)
+        total = const_expr((shape.world_size - 1) * pairs)
         # As many at once as the merge waits for, so that their latencies overlap.
         at_once = const_expr(min(WAITED // shape.threads, -(-total // shape.threads)))
         raw = cute.make_rmem_tensor(2 * at_once, Uint32)
+        late = cute.make_rmem_tensor(at_once, Uint32)
         for first in cutlass.range(tid, total, at_once * shape.threads, unroll=1):
             places, ranks = [], []
             for i in cutlass.range_constexpr(at_once):
                 # Past the end the last pair is waited for again: that costs less than a branch.
                 index = cutlass.min(first + i * shape.threads, Int32(total - 1))
                 source = index // pairs
-                places += [words + Uint32(source) * stride + Uint32(2 * (index - source * pairs))]
+                pair = index - source * pairs
+                source = source + 1 if source >= rank else source
+                places += [words + Uint32(source) * stride + Uint32(2 * pair)]
                 ranks += [source]
-            wait_tagged(memory, places, ranks, raw, True, epoch, row, 1, watch)
+            raw.fill(0)
+            late.fill(1)
+            wait_tagged(memory, places, ranks, raw, late, True, epoch, row, 1, watch)
 
 
 @dataclass(frozen=True)

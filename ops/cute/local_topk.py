@@ -16,8 +16,6 @@ from .wait import Watch
 
 #: One block a row of up to 131072 scores: as many threads as a block can have.
 THREADS = 1024
-#: Wide digits: the scores of a row spread over a few exponents only, see BlockSelect.
-DIGIT_BITS = 10
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class LogitsSelector:
 
     @classmethod
     def allocate(cls, smem: SmemAllocator, threads: int, fp32: bool) -> LogitsSelector:
-        return cls(BlockSelect.allocate(smem, threads, DIGIT_BITS, common_bits=False), fp32)
+        return cls(BlockSelect.allocate(smem, threads, measured=False), fp32)
 
     @cute.jit
     def run(self, bits: cute.Tensor, end: Int32, stage: WordStage) -> None:

@@ -80,28 +80,40 @@ class MergeSink:
         counts, rank = self.counts, self.source.rank_of(group, i)
         if const_expr(self._early):
             self._look_up(i, kept & (rank == self.rank), position)
-        if kept:
+        if const_expr(self.out.rows is not None):
             # At most K = 4096 winners: the two counts never meet in their word.
-            below = Uint32(1) if rank < self.rank else Uint32(0)
-            upto = Uint32(1 << 16) if rank <= self.rank else Uint32(0)
+            below = Uint32(1) if kept & (rank < self.rank) else Uint32(0)
+            upto = Uint32(1 << 16) if kept & (rank <= self.rank) else Uint32(0)
             counts[0] = counts[0] + below + upto
-        elif rank < self.source.shape.world_size:
-            counts[1] = counts[1] | (Uint32(1) << Uint32(rank))
+        if const_expr(self._asks):
+            there = rank < self.source.shape.world_size
+            counts[1] = counts[1] | (Uint32(0) if kept | ~there else Uint32(1) << Uint32(rank))
+
+    @property
+    def _asks(self) -> bool:
+        """Whether :meth:`saturated` will be asked for."""
+        return self.source.shape.rescues and self.source.saturated is None
 
     @cute.jit
     def publish(self, partials: cute.Tensor, warp: Int32, lane: Int32) -> None:
         counts = self.counts
-        winners, open = Uint32(warp_sum(Int32(counts[0]))), warp_or(counts[1])
-        if lane == 0:
-            partials[warp] = winners
-            partials[WARP + warp] = open
+        if const_expr(self.out.rows is not None):
+            counts[0] = Uint32(warp_sum(Int32(counts[0])))
+            if lane == 0:
+                partials[warp] = counts[0]
+        if const_expr(self._asks):
+            counts[1] = warp_or(counts[1])
+            if lane == 0:
+                partials[WARP + warp] = counts[1]
 
     @cute.jit
     def collect(self, partials: cute.Tensor, warps: cutlass.Constexpr[int], lane: Int32) -> None:
         counts = self.counts
         there = lane < warps
-        counts[0] = Uint32(warp_sum(Int32(partials[lane] if there else Uint32(0))))
-        counts[1] = warp_or(partials[WARP + lane] if there else Uint32(0))
+        if const_expr(self.out.rows is not None):
+            counts[0] = Uint32(warp_sum(Int32(partials[lane] if there else Uint32(0))))
+        if const_expr(self._asks):
+            counts[1] = warp_or(partials[WARP + lane] if there else Uint32(0))
 
     def saturated(self) -> Uint32:
         """Ranks all of whose N candidates were selected; to be asked in round 1, with N < K, after ``place``."""

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
-from .primitives import element, store_pair
+from .primitives import element, store_pair, store_words
 from .row_words import row_words
 from .shape import PUSHED, RowShape
 
@@ -61,29 +61,59 @@ class Peers:
         return row_words(self.shape.topk, self.shape.fp32)
 
     @cute.jit
-    def push(self, words: cute.Tensor, n: cutlass.Constexpr[int], place: Uint32, epoch: Uint32) -> None:
-        """Stores the row ``words`` of ``n`` candidates at ``place`` of every rank, this one included.
+    def push(
+        self, words: cute.Tensor, n: cutlass.Constexpr[int], place: Uint32, epoch: Uint32, to_self: bool = False
+    ) -> None:
+        """Stores the row ``words`` of ``n`` candidates at ``place`` of every other rank, and of this one if asked to.
 
-        Neighbouring threads store neighbouring pairs of one rank. Ranks begin with different targets, so
-        that they do not all load the same link. A thread loads a batch before it stores the first of it: no
-        load may pass a store that the compiler must take to hit the same memory.
+        Neighbouring threads store neighbouring pairs of one rank. A thread loads a batch before it stores the
+        first of it: no load may pass a store that the compiler must take to hit the same memory.
         """
         tid, _, _ = cute.arch.thread_idx()
-        world_size, threads, bases = self.shape.world_size, self.shape.threads, self.bases
+        threads = self.shape.threads
         pairs = const_expr(row_words(n, self.shape.fp32) // 2)
-        batch = const_expr(min(PUSHED // threads, -(-world_size * pairs // threads)))
+        batch = const_expr(min(PUSHED // threads, -(-pairs // threads)))
         loaded = cute.make_rmem_tensor(2 * batch, Uint32)
-        targets = cute.make_rmem_tensor(batch, Int64)
-        for first in cutlass.range(tid, world_size * pairs, batch * threads, unroll=1):
+        for first in cutlass.range(tid, pairs, batch * threads, unroll=1):
             for i in cutlass.range_constexpr(batch):
                 # Past the end the last pair is loaded again, and not stored.
-                index = cutlass.min(first + i * threads, Int32(world_size * pairs - 1))
-                turn = index // pairs
-                pair = index - turn * pairs
+                pair = cutlass.min(first + i * threads, Int32(pairs - 1))
                 loaded[2 * i] = Uint32(words[2 * pair])
                 loaded[2 * i + 1] = Uint32(words[2 * pair + 1])
-                target = (self.rank + 1 + turn) % world_size
-                targets[i] = element(bases[target], place + Uint32(2 * pair), HALF_BYTES)
-            for i in cutlass.range_constexpr(batch):
-                if first + i * threads < world_size * pairs:
-                    store_pair(targets[i], loaded[2 * i], loaded[2 * i + 1], epoch)
+            self.store(first, threads, pairs, loaded, place, epoch, to_self)
+
+    @cute.jit
+    def store(
+        self,
+        first: Int32,
+        step: cutlass.Constexpr[int],
+        pairs: cutlass.Constexpr[int],
+        loaded: cute.Tensor,
+        place: Uint32,
+        epoch: Uint32,
+        to_self: cutlass.Constexpr[bool],
+    ) -> None:
+        """Stores the words ``loaded`` as the pairs ``first``, ``first + step``, ... of a row of ``pairs`` pairs.
+
+        Ranks begin with different targets, so that they do not all load the same link.
+        """
+        world_size = self.shape.world_size
+        for turn in cutlass.range_constexpr(world_size if to_self else world_size - 1):
+            target = self.rank + 1 + turn
+            memory = self.bases[target - world_size if target >= world_size else target]
+            for i in cutlass.range_constexpr(cute.size(loaded) // 2):
+                pair = first + i * step
+                if pair < pairs:
+                    address = element(memory, place + Uint32(2 * pair), HALF_BYTES)
+                    store_pair(address, loaded[2 * i], loaded[2 * i + 1], epoch)
+
+    def own_words(self, epoch: Uint32, row: Int32) -> Int64:
+        """Where this rank keeps the words that it pushed, without tags: nobody stores to its own slot."""
+        return element(self.bases[self.rank], self.slot(epoch, self.rank, row), HALF_BYTES)
+
+    @cute.jit
+    def keep(self, words: cute.Tensor, n: cutlass.Constexpr[int], place: Int64) -> None:
+        """Copies the row ``words`` of ``n`` candidates to ``place``; a barrier must follow before it is read."""
+        tid, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range(tid, row_words(n, self.shape.fp32) // 2, self.shape.threads, unroll=1):
+            store_words(place + Int64(i) * 8, words[2 * i], words[2 * i + 1])

@@ -52,19 +52,54 @@ def store_pair(address: Int64, word_0: Uint32, word_1: Uint32, epoch: Uint32, *,
 
 
 @dsl_user_op
-def load_pair(address: Int64, *, loc=None, ip=None) -> tuple[Uint32, Uint32, Uint32, Uint32]:
-    """A whole LL pair ``(word_0, tag_0, word_1, tag_1)``; each half is atomic, so both tags must be looked at."""
-    struct = llvm.StructType.get_literal([T.i32()] * 4)
-    text = "ld.volatile.global.v4.u32 {$0, $1, $2, $3}, [$4];"
-    return _words(_asm(struct, (Int64(address),), text, "=r,=r,=r,=r,l,~{memory}", loc, ip), 4, loc, ip)
+def store_words(address: Int64, word_0: Uint32, word_1: Uint32, *, loc=None, ip=None) -> None:
+    """Two words without tags, for the block that stores them itself."""
+    operands = (Int64(address), Uint32(word_0), Uint32(word_1))
+    _asm(None, operands, "st.global.v2.u32 [$0], {$1, $2};", "l,r,r,~{memory}", loc, ip)
 
 
 @dsl_user_op
-def load_half(address: Int64, *, loc=None, ip=None) -> tuple[Uint32, Uint32]:
-    """One half ``(word, tag)`` of an LL pair."""
+def poll_pair(
+    address: Int64, late: Uint32, epoch: Uint32, word_0: Uint32, word_1: Uint32, *, loc=None, ip=None
+) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """A whole LL pair ``(word_0, tag_0, word_1, tag_1)``; each half is atomic, so both tags must be looked at.
+
+    Where ``late`` is 0 nothing is loaded, and the words given come back with ``epoch`` as their tags.
+    """
+    struct = llvm.StructType.get_literal([T.i32()] * 4)
+    text = (
+        "{\n.reg .pred %late;\nsetp.ne.u32 %late, $5, 0;\nmov.b32 $1, $6;\nmov.b32 $3, $6;\n"
+        "@%late ld.volatile.global.v4.u32 {$0, $1, $2, $3}, [$4];\n}"
+    )
+    operands = (Int64(address), Uint32(late), Uint32(epoch), Uint32(word_0), Uint32(word_1))
+    return _words(_asm(struct, operands, text, "=r,=&r,=r,=&r,l,r,r,0,2,~{memory}", loc, ip), 4, loc, ip)
+
+
+@dsl_user_op
+def poll_half(address: Int64, late: Uint32, epoch: Uint32, word: Uint32, *, loc=None, ip=None) -> tuple[Uint32, Uint32]:
+    """One half ``(word, tag)`` of an LL pair, on the terms of :func:`poll_pair`."""
     struct = llvm.StructType.get_literal([T.i32()] * 2)
-    text = "ld.volatile.global.v2.u32 {$0, $1}, [$2];"
-    return _words(_asm(struct, (Int64(address),), text, "=r,=r,l,~{memory}", loc, ip), 2, loc, ip)
+    text = (
+        "{\n.reg .pred %late;\nsetp.ne.u32 %late, $3, 0;\nmov.b32 $1, $4;\n"
+        "@%late ld.volatile.global.v2.u32 {$0, $1}, [$2];\n}"
+    )
+    operands = (Int64(address), Uint32(late), Uint32(epoch), Uint32(word))
+    return _words(_asm(struct, operands, text, "=r,=&r,l,r,r,0,~{memory}", loc, ip), 2, loc, ip)
+
+
+@dsl_user_op
+def load_pair(address: Int64, *, loc=None, ip=None) -> tuple[Uint32, Uint32]:
+    """The words of an LL pair that was waited for."""
+    struct = llvm.StructType.get_literal([T.i32()] * 4)
+    text = "ld.volatile.global.v4.u32 {$0, $1, $2, $3}, [$4];"
+    word_0, _, word_1, _ = _words(_asm(struct, (Int64(address),), text, "=r,=r,=r,=r,l,~{memory}", loc, ip), 4, loc, ip)
+    return word_0, word_1
+
+
+@dsl_user_op
+def load_half(address: Int64, *, loc=None, ip=None) -> Uint32:
+    """The word of half an LL pair that was waited for."""
+    return Uint32(_asm(T.i32(), (Int64(address),), "ld.volatile.global.u32 $0, [$1];", "=r,l,~{memory}", loc, ip))
 
 
 @dsl_user_op
@@ -132,10 +167,10 @@ def or_shared(address: Int32, value: Uint32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def take_shared(address: Int32, *, loc=None, ip=None) -> Int32:
-    """Adds 1 to a word of shared memory and returns what was there."""
-    text = "atom.shared.add.u32 $0, [$1], 1;"
-    return Int32(_asm(T.i32(), (Int32(address),), text, "=r,r,~{memory}", loc, ip))
+def take_shared(address: Int32, value: Int32, *, loc=None, ip=None) -> Int32:
+    """Adds to a word of shared memory and returns what was there."""
+    text = "atom.shared.add.u32 $0, [$1], $2;"
+    return Int32(_asm(T.i32(), (Int32(address), Int32(value)), text, "=r,r,r,~{memory}", loc, ip))
 
 
 @dsl_user_op
@@ -189,8 +224,12 @@ def warp_or(value: Uint32) -> Uint32:
     return cute.arch.warp_redux_sync(value, "or")
 
 
-def warp_and(value: Uint32) -> Uint32:
-    return cute.arch.warp_redux_sync(value, "and")
+def warp_min(value: Uint32) -> Uint32:
+    return cute.arch.warp_redux_sync(value, "umin")
+
+
+def warp_max(value: Uint32) -> Uint32:
+    return cute.arch.warp_redux_sync(value, "umax")
 
 
 @cute.jit

@@ -30,7 +30,9 @@ class RankWords:
         shape: of the merge.
         word_bytes: ``TAGGED`` where words lie in LL slots, ``PLAIN`` in a gathered tensor.
         memory, words, stride: where the words of rank 0 are, and words to the next rank's.
-        peers, lists, saturated: where the lists of the row are, and the ranks that sent one; None in round 1.
+        peers: the ranks' memory; None where all words were gathered.
+        own: address of this rank's own words, which have no tags; None where all words were gathered.
+        lists, saturated: where the lists of the row are, and the ranks that sent one; None in round 1.
         ranks: registers, the rank of each candidate at hand; None where it follows from the candidate's number.
         interleave: positions of a stretch.
     """
@@ -42,15 +44,16 @@ class RankWords:
     stride: Uint32
     interleave: Divisor
     peers: Peers | None = None
+    own: Int64 | None = None
     lists: Uint32 | None = None
     saturated: Uint32 | None = None
     ranks: cute.Tensor | None = None
 
     @classmethod
-    def slots(cls, peers: Peers, epoch: Uint32, row: Int32, interleave: Divisor) -> RankWords:
-        """The words that the ranks push into this rank's slots in the call of ``epoch``."""
+    def slots(cls, peers: Peers, epoch: Uint32, row: Int32, interleave: Divisor, own: Int64) -> RankWords:
+        """The words that the others push into this rank's slots in the call of ``epoch``, and its own at ``own``."""
         words = peers.slot(epoch, Int32(0), row)
-        return cls(peers.shape, TAGGED, peers.bases[peers.rank], words, peers.slot_stride, interleave)
+        return cls(peers.shape, TAGGED, peers.bases[peers.rank], words, peers.slot_stride, interleave, peers, own)
 
     @classmethod
     def gathered(cls, shape: RowShape, gathered: cute.Tensor, row: Int32, interleave: Divisor) -> RankWords:
@@ -63,7 +66,7 @@ class RankWords:
         ranks = cute.make_rmem_tensor(STREAMED_IN_ROUND_2 // self.shape.threads, Int32)
         return RankWords(
             self.shape, self.word_bytes, self.memory, self.words, self.stride, self.interleave,
-            peers, peers.list(Int32(0), row), saturated, ranks,
+            peers, self.own, peers.list(Int32(0), row), saturated, ranks,
         )  # fmt: skip
 
     @property
@@ -122,8 +125,7 @@ class RankWords:
             ords[i] = Uint32(0)
             positions[i] = Uint32(0)
             if rank < self.shape.world_size:
-                row = self.words + Uint32(rank) * self.stride
-                ords[i], positions[i] = self._load(self.memory, row, c - rank * n, Int32(n), self.word_bytes)
+                ords[i], positions[i] = self._load_words(rank, c - rank * n)
         for i in cutlass.range_constexpr(self.items):
             c = self._candidate(group, i)
             rank = c // n
@@ -148,33 +150,43 @@ class RankWords:
             ords[i] = Uint32(0)
             positions[i] = Uint32(0)
             if c < end:
-                row = self.words + Uint32(rank) * self.stride
-                n = Int32(shape.local_topk)
                 if self.is_saturated(rank):
                     row = self.lists + Uint32(self.list_of(rank)) * peers.list_stride
-                    n = Int32(shape.topk)
-                if const_expr(self.word_bytes == TAGGED):
-                    ords[i], positions[i] = self._load(self.memory, row, k, n, TAGGED)
-                elif self.is_saturated(rank):
-                    ords[i], positions[i] = self._load(peers.bases[peers.rank], row, k, n, TAGGED)
+                    ords[i], positions[i] = self._load(peers.bases[peers.rank], row, k, shape.topk, TAGGED)
                 else:
-                    ords[i], positions[i] = self._load(self.memory, row, k, n, PLAIN)
+                    ords[i], positions[i] = self._load_words(rank, k)
         for i in cutlass.range_constexpr(self.items):
             self._unpack(i, ranks[i], places[i], ords, positions)
 
     @cute.jit
-    def _load(self, memory: Int64, row: Uint32, k: Int32, n: Int32, word_bytes: cutlass.Constexpr[int]):
+    def _load_words(self, rank: Int32, k: Int32):
+        """Candidate ``k`` of the N words of ``rank``; see :meth:`_load`."""
+        n, row = self.shape.local_topk, self.words + Uint32(rank) * self.stride
+        if const_expr(self.own is None):
+            first, second = self._load(self.memory, row, k, n, self.word_bytes)
+        else:
+            first, second = Uint32(0), Uint32(0)
+            if rank == self.peers.rank:
+                first, second = self._load(self.own, Uint32(0), k, n, PLAIN)
+            else:
+                first, second = self._load(self.memory, row, k, n, self.word_bytes)
+        return first, second
+
+    @cute.jit
+    def _load(
+        self, memory: Int64, row: Uint32, k: Int32, n: cutlass.Constexpr[int], word_bytes: cutlass.Constexpr[int]
+    ):
         """Word and, as they lie, the bits of the position: ``(ord, ~idx)``, or ``(word, word of high bits)``."""
         if const_expr(self.shape.fp32):
             if const_expr(word_bytes == TAGGED):
-                first, _, second, _ = load_pair(element(memory, row + Uint32(2 * k), word_bytes))
+                first, second = load_pair(element(memory, row + Uint32(2 * k), word_bytes))
             else:
                 first, second = load_words(element(memory, row + Uint32(2 * k), word_bytes))
         else:
             high = row + Uint32(n + k // 32)
             if const_expr(word_bytes == TAGGED):
-                first, _ = load_half(element(memory, row + Uint32(k), word_bytes))
-                second, _ = load_half(element(memory, high, word_bytes))
+                first = load_half(element(memory, row + Uint32(k), word_bytes))
+                second = load_half(element(memory, high, word_bytes))
             else:
                 first = load_word(element(memory, row + Uint32(k), word_bytes))
                 second = load_word(element(memory, high, word_bytes))
@@ -211,8 +223,9 @@ class RankWords:
         else:
             n = const_expr(self.shape.local_topk)
             for rank in cutlass.range(self.shape.world_size, unroll=1):
-                first = self.words + Uint32(rank) * self.stride
-                wait_row(self.memory, first, n, self.shape, epoch, row, Int32(rank), 1, watch)
+                if rank != self.peers.rank:
+                    first = self.words + Uint32(rank) * self.stride
+                    wait_row(self.memory, first, n, self.shape, epoch, row, Int32(rank), 1, watch)
             cute.arch.sync_threads()  # each thread reads what others waited for
 
     @cute.jit
@@ -221,6 +234,7 @@ class RankWords:
         last = self.shape.world_size * n - 1
         at_once = const_expr(WAITED // self.shape.threads)
         raw = cute.make_rmem_tensor(2 * at_once, Uint32)
+        late = cute.make_rmem_tensor(at_once if self.shape.fp32 else 2 * at_once, Uint32)
         for first in cutlass.range_constexpr(0, self.items, at_once):
             places, ranks = [], []
             for i in cutlass.range_constexpr(first, min(first + at_once, self.items)):
@@ -228,14 +242,24 @@ class RankWords:
                 c = cutlass.min(self._candidate(Int32(0), i), Int32(last))
                 rank = c // n
                 k = c - rank * n
+                j = i - first
+                raw[2 * j] = Uint32(0)
+                raw[2 * j + 1] = Uint32(0)
+                others = Uint32(1)
+                if rank == self.peers.rank:
+                    raw[2 * j], raw[2 * j + 1] = self._load(self.own, Uint32(0), k, n, PLAIN)
+                    others = Uint32(0)
                 sent = self.words + Uint32(rank) * self.stride
                 if const_expr(self.shape.fp32):
                     places += [sent + Uint32(2 * k)]
                     ranks += [rank]
+                    late[j] = others
                 else:
                     places += [sent + Uint32(k), sent + Uint32(n + k // 32)]
                     ranks += [rank, rank]
-            wait_tagged(self.memory, places, ranks, raw, self.shape.fp32, epoch, row, 1, watch)
+                    late[2 * j] = others
+                    late[2 * j + 1] = others
+            wait_tagged(self.memory, places, ranks, raw, late, self.shape.fp32, epoch, row, 1, watch)
             for i in cutlass.range_constexpr(first, min(first + at_once, self.items)):
                 c = self._candidate(Int32(0), i)
                 ords[i] = raw[2 * (i - first)] if c <= last else Uint32(0)
@@ -272,8 +296,10 @@ def wait_row(
     pairs = const_expr(row_words(n, shape.fp32) // 2)
     at_once = const_expr(WAITED // shape.threads)
     raw = cute.make_rmem_tensor(2 * at_once, Uint32)
+    late = cute.make_rmem_tensor(at_once, Uint32)
     for start in cutlass.range(tid, pairs, WAITED, unroll=1):
         own = [cutlass.min(start + u * shape.threads, Int32(pairs - 1)) for u in range(at_once)]
-        wait_tagged(
-            memory, [first + Uint32(2 * pair) for pair in own], [rank] * at_once, raw, True, epoch, row, round, watch
-        )  # fmt: skip
+        places = [first + Uint32(2 * pair) for pair in own]
+        raw.fill(0)
+        late.fill(1)
+        wait_tagged(memory, places, [rank] * at_once, raw, late, True, epoch, row, round, watch)

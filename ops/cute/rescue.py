@@ -23,9 +23,6 @@ from .row_words import ListSource, LogitsSource, WordStage, score_bits
 from .shape import RowShape
 from .wait import Watch
 
-#: Keys of candidates that were selected before share their leading bits, and what is left spreads evenly.
-DIGIT_BITS = 8
-
 
 @dataclass(frozen=True)
 class RowRescue:
@@ -78,7 +75,8 @@ class RowRescue:
         if second.is_saturated(peers.rank):
             self.stage_list(own)
             place = second.list_of(peers.rank)
-            peers.push(self.stage.stage, shape.topk, peers.list(place, row), Uint32(tags[place, row]) + 1)
+            tag = Uint32(tags[place, row]) + 1
+            peers.push(self.stage.stage, shape.topk, peers.list(place, row), tag, to_self=True)
         second.wait_lists(tags, row, self.watch)
         ords = cute.make_rmem_tensor(second.items, Uint32)
         positions = cute.make_rmem_tensor(second.items, Uint32)
@@ -181,7 +179,7 @@ class TopkRescue:
         smem = SmemAllocator()
         rescue = RowRescue(
             Peers(shape, bases, rank, list_epoch.shape[1]),
-            BlockSelect.allocate(smem, shape.threads, DIGIT_BITS, common_bits=True),
+            BlockSelect.allocate(smem, shape.threads, measured=True),
             WordStage.allocate(smem, shape.topk, shape.fp32, shape.threads),
             LogitsSelector.allocate(smem, shape.threads, shape.fp32),
             list_epoch,

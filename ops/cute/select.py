@@ -10,7 +10,6 @@ from .block_select import BlockSelect
 from .outputs import MergeSink, Outputs
 from .primitives import Divisor, SmemAllocator
 from .rank_words import RankWords
-from .rescue import DIGIT_BITS
 from .shape import RowShape
 
 
@@ -72,7 +71,7 @@ class TopkSelect:
         tid, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         shape = self.shape
-        select = BlockSelect.allocate(SmemAllocator(), shape.threads, DIGIT_BITS, common_bits=True)
+        select = BlockSelect.allocate(SmemAllocator(), shape.threads, measured=True)
         cute.arch.griddepcontrol_wait()  # the words come from the kernel before
         cute.arch.griddepcontrol_launch_dependents()
         out = Outputs(ids, block_table, req_id, rows, valid, Divisor(*block_size), block_stride)

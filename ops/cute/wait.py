@@ -14,9 +14,9 @@ from .primitives import (
     element,
     fence_sys,
     global_timer,
-    load_half,
-    load_pair,
     load_sys,
+    poll_half,
+    poll_pair,
     sleep,
     store_sys,
     trap,
@@ -70,6 +70,7 @@ def wait_tagged(
     places: Sequence[Uint32],
     sources: Sequence[Int32],
     words: cute.Tensor,
+    late: cute.Tensor,
     pairs: cutlass.Constexpr[bool],
     epoch: Uint32,
     row: Int32,
@@ -78,13 +79,14 @@ def wait_tagged(
 ) -> None:
     """The one wait: spins until every tag at ``places`` equals ``epoch``, then leaves the words.
 
-    All places are read again in every turn, so that their latencies overlap; what has arrived stays.
+    In a turn all places that are late are read together, so that their latencies overlap.
 
     Args:
         memory: where place 0 is.
         places: of LL pairs, or of halves; counted in halves.
         sources: the rank that stores at each of them.
         words: registers, Uint32; 2 words a pair or 1 a half.
+        late: registers, Uint32, one a place: 0 for those that are not waited for, whose words are there.
         pairs: whether pairs or halves are read.
         epoch: the tag to wait for.
         row, round: what a failure reports.
@@ -96,17 +98,18 @@ def wait_tagged(
         missing = Uint32(0)
         culprit = Int32(-1)
         for i in cutlass.range_constexpr(len(places)):
+            address = element(memory, places[i], 8)
             if const_expr(pairs):
-                word_0, tag_0, word_1, tag_1 = load_pair(element(memory, places[i], 8))
+                word_0, tag_0, word_1, tag_1 = poll_pair(address, late[i], epoch, words[2 * i], words[2 * i + 1])
                 words[2 * i] = word_0
                 words[2 * i + 1] = word_1
-                late = (tag_0 ^ epoch) | (tag_1 ^ epoch)
+                late[i] = (tag_0 ^ epoch) | (tag_1 ^ epoch)
             else:
-                word, tag = load_half(element(memory, places[i], 8))
+                word, tag = poll_half(address, late[i], epoch, words[i])
                 words[i] = word
-                late = tag ^ epoch
-            missing = missing | late
-            culprit = culprit if late == 0 else sources[i]
+                late[i] = tag ^ epoch
+            missing = missing | late[i]
+            culprit = culprit if late[i] == 0 else sources[i]
         if missing != 0:
             turns = turns + 1
             if const_expr(round == 2):
