@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import multiprocessing
 import os
 import sys
 import threading
@@ -27,7 +26,8 @@ from vllm_topkx.cli import vllm_cpu
 from vllm_topkx.ops.reference import reference_topk, same_sets
 from vllm_topkx.plugin import merge, reservation
 from vllm_topkx.plugin.import_hook import when_imported
-from vllm_topkx.plugin.shadow import Shadow
+from vllm_topkx.plugin.shadow import Counts
+from vllm_topkx.plugin.shadow_rows import KINDS
 from vllm_topkx.ranks import RankContext, RankPool
 
 pytestmark = [
@@ -273,7 +273,7 @@ def build_kpool(ctx: RankContext, topk: int, index_kpool: int, step: Step) -> tu
     return pools, call(ctx, step, sparse_indexer._merge_dcp_topk_global)
 
 
-def call_in_shadow(ctx: RankContext, steps: list[Step], topk: int):
+def call_in_shadow(ctx: RankContext, steps: list[Step], topk: int, folder: str):
     """Merges beside a stand-in for vLLM's function that errs in row 0 of the last step."""
     import vllm.model_executor.layers.sparse_attn_indexer as source
 
@@ -292,7 +292,7 @@ def call_in_shadow(ctx: RankContext, steps: list[Step], topk: int):
         said = build(topk)
     shadow = reservation.plans[vllm_cpu.GROUP, topk].shadow
     ids = [call(ctx, step, fake._merge_dcp_topk_global) for step in steps[:-1]]
-    with messages() as reports:
+    with messages() as reports, patch("tempfile.tempdir", folder):
         shadow.report()
         ids.append(call(ctx, steps[-1], fake._merge_dcp_topk_global))
         shadow.report()
@@ -406,35 +406,21 @@ def test_pools_of_glm_are_merged_in_their_own_units(pool: RankPool) -> None:
         assert is_exact([ids], step)
 
 
-def test_shadow_serves_vllms_result_and_counts_differing_rows(pool: RankPool) -> None:
+def test_shadow_serves_vllms_result_and_counts_differing_rows(pool: RankPool, tmp_path: Path) -> None:
     steps = [decode(rows, topk=56, seed=rows) for rows in (3, 5, 8)]
-    for said, ids, counts, reports in pool.run(call_in_shadow, steps, 56):
+    for said, ids, counts, reports in pool.run(call_in_shadow, steps, 56, str(tmp_path)):
         assert "runs beside" in said[0][1] and "VLLM_TOPKX=shadow" in said[0][1]
         for found, step in zip(ids[:2], steps[:2], strict=True):
             assert np.array_equal(found, step.expected[:, ::-1])
         assert ids[2][0, -1] == 2**30
-        assert counts == (3, 16, 1)
-        assert reports == [
-            ("INFO", "vllm-topkx shadow, so far: 2 merges, 8 rows, 0 of them with other ids than vLLM's"),
-            ("WARNING", "vllm-topkx shadow, so far: 3 merges, 16 rows, 1 of them with other ids than vLLM's"),
-        ]
+        assert counts == Counts(3, 16, 3, 3, tuple(int(kind == "ids past 2^24") for kind in KINDS))
+        same, other = reports
+        assert same == ("INFO", "vllm-topkx shadow, so far: 2 merges, 8 rows, 0 of them with other ids than vLLM's")
+        assert other[0] == "WARNING"
+        assert "3 merges, 16 rows, 1 of them with other ids than vLLM's: ids past 2^24 1; first in merge 3" in other[1]
 
 
-# Without ranks: the last report, and modules that are not as they are known
-
-
-def count_and_end(log: str) -> None:
-    logging.basicConfig(filename=log, level=logging.INFO)
-    ids = torch.arange(6, dtype=torch.int32).view(2, 3)
-    Shadow.started(torch.device("cpu")).compare(ids, ids.flip(1))
-
-
-def test_shadow_reports_when_its_process_ends(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    worker = multiprocessing.get_context("forkserver").Process(target=count_and_end, args=(str(log),))
-    worker.start()
-    worker.join()
-    assert log.read_text().count("at exit: 1 merges, 2 rows, 0 of them with other ids than vLLM's") == 1
+# Without ranks: modules that are not as they are known
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ import torch
 
 from ..ops.errors import TopkxError
 from .reservation import Plan, plans, reserve_for
+from .shadow_rows import Rows
 
 log = logging.getLogger("vllm.topkx")
 
@@ -121,10 +122,12 @@ def _replacement(module: ModuleType, original: Merge) -> Merge:
             calls["exchange"] += 1
             return _exchange(plan, *call)
         calls["shadow"] += 1
-        ours = topk_indices.clone(memory_format=torch.contiguous_format)
+        local_ids = topk_indices.clone(memory_format=torch.contiguous_format)
+        ours = local_ids.clone()
         _exchange(plan, logits, ours, *call[2:])
         original(*call)
-        plan.shadow.compare(ours, topk_indices)
+        rows = Rows(logits, local_ids, row_starts, ours, topk_indices, dcp_rank, dcp_world_size, cp_interleave)
+        plan.shadow.compare(rows)
         return None
 
     merge.topkx_original = original

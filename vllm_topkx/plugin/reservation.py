@@ -168,7 +168,7 @@ def _plan(coordinator: Any, wanted: _Wanted) -> Plan:
         for exchange in exchanges:
             _together(cpu_group, lambda exchange=exchange: _try_out(exchange, coordinator.unique_name))
         lane = _together(cpu_group, lambda: _lane_function(lanes), agree=False)
-        shadow = _together(cpu_group, lambda: _shadow(settings, coordinator.device), agree=False)
+        shadow = _together(cpu_group, lambda: _shadow(settings, coordinator, wanted), agree=False)
     except TopkxError as error:
         _say_once(logging.WARNING, f"DCP merges of K {wanted.topk} are left to vLLM, on all ranks: {error}")
         return Plan(**facts, refusal=str(error))
@@ -219,8 +219,11 @@ def _lane_function(lanes: int) -> Callable[[], int]:
     return dbo_current_ubatch_id
 
 
-def _shadow(settings: Settings, device: torch.device) -> Shadow | None:
-    return Shadow.started(device) if settings.mode == "shadow" else None
+def _shadow(settings: Settings, coordinator: Any, wanted: _Wanted) -> Shadow | None:
+    if settings.mode != "shadow":
+        return None
+    rank, world_size = coordinator.rank_in_group, wanted.world_size
+    return Shadow.started(coordinator.device, wanted.topk, rank, world_size, coordinator.all_gather)
 
 
 def _compile(exchange: TopkExchange) -> None:
