@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch import fx
 
-from vllm_topkx.cli import COMMANDS, main, verify, vllm_hooks
+from vllm_topkx.cli import COMMANDS, main, verify
 from vllm_topkx.cli.graph_text import graph_text
 from vllm_topkx.ops.errors import ExchangeTimeoutError
 from vllm_topkx.ops.reference import reference_topk
-from vllm_topkx.plugin import merge
 
 TOPK = 40
 
@@ -307,44 +306,6 @@ def test_doctor_says_what_is_wrong_with_a_setting(
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert "soon" in report["settings"]["reason"] and "soon" in report["backends"]["cpu"]["reason"]
-
-
-MERGE = f"def {merge.FUNCTION}({', '.join(merge.PARAMETERS)}=None): ..."
-BACKEND = "class VllmBackend:\n    def configure_post_pass(self): ..."
-
-
-@pytest.mark.parametrize(
-    ("indexer", "backend", "found"),
-    [
-        (MERGE, BACKEND, [None, None]),
-        (MERGE.replace("dcp_rank", "rank"), BACKEND, ["other parameters", None]),
-        ("x = 1", "class VllmBackend: ...", ["has no _merge", "no method"]),
-        (None, "not python (", ["this vLLM has no", "this vLLM has no"]),
-        (MERGE, "class Other: ...", [None, "no class"]),
-    ],
-)
-def test_hooks_are_read_from_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexer: str | None, backend: str, found: list
-) -> None:
-    root = tmp_path / "vllm"
-    files = {
-        "__init__.py": "raise ImportError",
-        vllm_hooks.INDEXER: indexer,
-        vllm_hooks.BACKENDS: backend,
-        vllm_hooks.INDUCTOR_PASS: "",
-    }
-    for path, text in files.items():
-        if text is not None:
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    hooks = vllm_hooks.find_hooks(None)
-    assert [hook.reason is None for hook in hooks] == [reason is None for reason in found]
-    for hook, reason in zip(hooks, found, strict=True):
-        assert hook.found == hook.taken_over == (reason is None)
-        assert reason is None or reason in (hook.reason or "")
-    assert [hook.taken_over for hook in vllm_hooks.find_hooks("off")] == [False, False]
 
 
 # graph

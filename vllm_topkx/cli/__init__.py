@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": "compile a small DSA model with vLLM's own stack and check its decode steps on W ranks",
     "verify": "merge logits dumped from a real run and compare with a stable sort",
     "doctor": "show what this machine and this installation can run, and why not the rest",
+    "compat": "show what of a vLLM release the plugin can hook into, from its source",
     "bench": "measure on this machine",
     "graph": "print the FX graph of a function before and after the exchange pass",
 }

@@ -17,7 +17,7 @@ from ..ops.cpu.shared_memory import SHM
 from ..ops.errors import TopkxError
 from ..settings import Settings
 from .machine import cpu_name, cute_dsl_problem, gpus, peer_access, version_of, versions
-from .vllm_hooks import find_hooks, plugin_problem
+from .vllm_hooks import check_hooks, first_loss_of_everything, installed_root, plugin_problem
 
 _EPILOG = """\
 Exit code: 0 when at least one backend can run, else 1. Imports neither vLLM nor CuTe
@@ -60,7 +60,9 @@ def examine() -> dict[str, Any]:
         "cpu": settings_problem or _cpu_problem(),
         "nccl": settings_problem or _process_group_problem(bool(found)),
     }
-    plugin = plugin_problem(os.environ.get("VLLM_TOPKX", "1"))
+    root = installed_root()
+    hooks = [] if root is None else check_hooks(root)
+    plugin = plugin_problem(os.environ.get("VLLM_TOPKX", "1")) or first_loss_of_everything(hooks)
     return {
         "ok": any(problem is None for problem in backends.values()),
         "versions": versions(),
@@ -75,7 +77,7 @@ def examine() -> dict[str, Any]:
         "vllm": {
             "version": version_of("vllm"),
             "plugin": _answer(plugin),
-            "paths": [asdict(hook) for hook in find_hooks(plugin)],
+            "hooks": [hook.as_dict() for hook in hooks],
         },
     }
 
@@ -183,12 +185,15 @@ def _print(report: dict[str, Any]) -> None:
     wrong = report["settings"]["reason"]
     table("Settings", ["", "value"], values + ([[Text("refused", style="red"), wrong]] if wrong else []))
     vllm = report["vllm"]
-    paths = [
-        [path["path"], path["hook"], mark(path["found"]), mark(path["taken_over"]), path["reason"] or ""]
-        for path in vllm["paths"]
+    title = f"vLLM {vllm['version'] or '(not installed)'}"
+    table(title, ["", "takes over", "why not"], [answer("plugin", vllm["plugin"])])
+    unknown = Text("-")
+    hooks = [
+        [hook["hook"], unknown if hook["holds"] is None else mark(hook["holds"]), hook["reason"] or "", hook["lost"]]
+        for hook in vllm["hooks"]
     ]
-    title = f"vLLM {vllm['version'] or '(not installed)'}: paths the plugin takes over"
-    table(title, ["path", "hook", "found", "taken over", "why not"], paths)
+    if hooks:
+        table("What the plugin hooks into", ["", "found", "why not", "lost without it"], hooks)
 
 
 _KERNEL_ROWS = (("CuTe DSL", "cute_dsl"), ("symmetric memory", "symmetric_memory"))
