@@ -10,11 +10,13 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .errors import TopkxError
-from .layouts import Layout, get_layout, layout_of, packed_row_words
+from .layouts import Layout, exchange_bytes, get_layout, layout_of, packed_row_words
 
 MAX_TOPK = 4096
 WORLD_SIZES = range(2, 17)
 MAX_POSITION = 2**31 - 1
+#: Kernels count the 8-byte halves of a rank's buffer with 32 bits.
+MAX_EXCHANGE_BYTES = 8 << 32
 
 
 def require(condition: object, message: str) -> None:
@@ -40,6 +42,16 @@ def check_topk(topk: int, local_topk: int) -> None:
     require(
         1 <= local_topk <= topk,
         f"local_topk {local_topk}: each rank sends 1..topk = {topk} candidates; leave it to default_local_topk()",
+    )
+
+
+def check_memory(world_size: int, rows: int, topk: int, local_topk: int, layout: str) -> None:
+    """An exchange for ``rows`` rows is a buffer that kernels can address."""
+    a_row = exchange_bytes(world_size, 1, topk, local_topk, layout)
+    require(
+        rows * a_row <= MAX_EXCHANGE_BYTES,
+        f"{rows} rows take {rows * a_row / 2**30:.1f} GiB of peer-visible memory a rank: allowed is "
+        f"{MAX_EXCHANGE_BYTES >> 30} GiB; reserve at most {MAX_EXCHANGE_BYTES // a_row} rows",
     )
 
 

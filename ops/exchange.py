@@ -6,6 +6,7 @@ that keeps it.
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..settings import Settings
-from .checks import check_topk, check_world, require
+from .checks import check_memory, check_topk, check_world, require
 from .errors import TopkxError
 from .groups import find_group, gather_from_ranks, resolve_group
 from .layouts import default_local_topk, exchange_bytes, layout_of, rescue_slots
@@ -166,6 +167,7 @@ def reserve(
     )
     require(lane >= 0, f"lane {lane}: must be 0 or more")
     settings = ExchangeSettings(rows, topk, local_topk, layout_of(dtype).name)
+    check_memory(world_size, rows, topk, local_topk, settings.layout)
     name = _Name(process_group.group_name, device, local_topk, lane)
     old = _exchanges.get(name)
     if old is not None and old.belongs_to(process_group):
@@ -255,3 +257,16 @@ def release_all() -> None:
         exchange.close()
     _exchanges.clear()
     _outgrown.clear()
+
+
+def _disown() -> None:
+    """In a forked child: the exchanges are its parent's, and a call would use the parent's epochs a second time."""
+    for exchange in (*_exchanges.values(), *_outgrown):
+        if exchange.failure is None:
+            exchange.failure = TopkxError(
+                f"the exchange of group {exchange.group!r} belongs to the process that forked this one: start ranks "
+                f"with spawn or forkserver, and reserve in each of them"
+            )
+
+
+os.register_at_fork(after_in_child=_disown)

@@ -13,16 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_calls import INTERLEAVE, K, N, merge, reserve, scores, segments, wrong_calls
 
 import vllm_topkx
 from vllm_topkx.ops.cpu import exchange as exchange_module
 from vllm_topkx.ops.cpu import shared_memory
 from vllm_topkx.ops.errors import ExchangeTimeoutError, TopkxError
-from vllm_topkx.ops.exchange import TopkExchange, find_exchange
-from vllm_topkx.ops.reference import reference_topk, same_sets
+from vllm_topkx.ops.exchange import find_exchange
 from vllm_topkx.ranks import RankContext, RankError, RankPool
-
-K, N, INTERLEAVE, L = 24, 10, 4, 90
 
 
 @pytest.fixture
@@ -30,38 +28,6 @@ def few() -> Iterator[RankPool]:
     """Three ranks of their own, for tests that break them."""
     with RankPool(3) as ranks:
         yield ranks
-
-
-def scores(call: int, world_size: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and row ends of a call, with ties and, in row 1, one rank that holds everything."""
-    rng = np.random.default_rng(call)
-    logits = rng.standard_normal((world_size, rows, L)).astype(np.float32).round(1)
-    if rows > 1:
-        logits[call % world_size, 1] += 100
-    return logits, rng.integers(0, L + 1, (world_size, rows)).astype(np.int32)
-
-
-def merge(ctx: RankContext, call: int, rows: int, lane: int = 0, n: int = N) -> np.ndarray:
-    logits, ends = (torch.from_numpy(a[ctx.rank]) for a in scores(call, ctx.world_size, rows))
-    words = torch.ops.topkx.local_topk_words(logits, ends, n)
-    _, _, ids = torch.ops.topkx.exchange_merge(
-        words, logits, ends, ctx.group_name, ctx.world_size, K, n, INTERLEAVE, lane=lane
-    )
-    return ids.numpy()
-
-
-def wrong_calls(ctx: RankContext, calls: list[tuple[int, int]], lane: int = 0) -> list[int]:
-    """Runs ``calls`` (call number, rows); returns the numbers of those that differ from the reference."""
-    wrong = []
-    for call, rows in calls:
-        ids = merge(ctx, call, rows, lane)
-        if not same_sets(ids, reference_topk(*scores(call, ctx.world_size, rows), K, INTERLEAVE)).all():
-            wrong.append(call)
-    return wrong
-
-
-def reserve(ctx: RankContext, rows: int, lane: int = 0, n: int = N) -> TopkExchange:
-    return vllm_topkx.reserve(ctx.group, rows=rows, topk=K, local_topk=n, lane=lane)
 
 
 def reserve_rows(ctx: RankContext, rows: int) -> None:
@@ -352,10 +318,6 @@ def merge_until_killed(ctx: RankContext) -> ExchangeTimeoutError | None:
         except ExchangeTimeoutError as error:
             return error
     return None
-
-
-def segments() -> list[str]:
-    return sorted(path.name for path in shared_memory.SHM.glob(shared_memory.PREFIX + "*"))
 
 
 def test_survivors_of_sigkill_fail_in_time_and_can_start_again() -> None:

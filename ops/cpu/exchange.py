@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -32,6 +33,7 @@ class SharedMemoryExchange(TopkExchange):
         list_halves = 2 * ll_pairs(packed_row_words(settings.topk, settings.layout))
         slots_shape = (2, self.world_size, settings.rows, halves)
         lists_shape = (self.rescue_slots, settings.rows, list_halves)
+        self._in_a_call = threading.RLock()
         # By owner: peers write into slots[owner][parity, source, row] and lists[owner][slot, row].
         self._slots, self._lists = [], []
         for segment in rendezvous(group, self.nbytes):
@@ -49,8 +51,8 @@ class SharedMemoryExchange(TopkExchange):
     ) -> Merged:
         """One merge: push ``words [T, words]``, poll the peers', select, rescue, write the epochs back."""
         rows = len(words)
-        epochs = _as_uint32(self.epoch[:rows]) + np.uint32(1)  # wraps through 0
-        with self._all_or_broken():
+        with self._one_call():
+            epochs = _as_uint32(self.epoch[:rows]) + np.uint32(1)  # wraps through 0
             self._push(words, epochs)
             gathered = self._poll(epochs, words.shape[1])
             out, saturation = select_words(gathered, spec, kv, emit_ids)
@@ -59,11 +61,17 @@ class SharedMemoryExchange(TopkExchange):
         return out
 
     @contextmanager
-    def _all_or_broken(self) -> Iterator[None]:
+    def _one_call(self) -> Iterator[None]:
         """A call that ends before its epochs are written back breaks the exchange, whatever ended it.
 
-        Its words may be with the peers; the next call would push others under the same epoch.
+        Its words may be with the peers; the next call would push others under the same epoch. So would a call
+        of another thread at the same time, which is refused.
         """
+        if not self._in_a_call.acquire(blocking=False):
+            raise TopkxError(
+                f"two calls at once on lane {self.lane} of group {self.group!r}: calls that can be in flight "
+                f"together need a lane each"
+            )
         try:
             yield
         except BaseException as error:
@@ -73,6 +81,8 @@ class SharedMemoryExchange(TopkExchange):
                     f"words were with the peers: reserve the exchange again, on every rank"
                 )
             raise
+        finally:
+            self._in_a_call.release()
 
     def _push(self, words: torch.Tensor, epochs: np.ndarray) -> None:
         halves = tag_words(_as_uint32(words), epochs)
@@ -106,7 +116,7 @@ class SharedMemoryExchange(TopkExchange):
         """
         rescued = saturation.nonzero().flatten()
         if len(rescued):
-            with self._all_or_broken():
+            with self._one_call():
                 self._rescue_rows(rescued, gathered, saturation, out, lists, spec, kv)
 
     def _rescue_rows(

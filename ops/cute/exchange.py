@@ -18,6 +18,10 @@ from .record import FailureRecord
 #: Two micro-batches may be in flight, on two lanes, and the blocks of both must be resident together. A
 #: block takes the registers of a whole multiprocessor, so each launch gets half of them.
 LANES_AT_ONCE = 2
+#: An address that no GPU has.
+NOWHERE = 1 << 62
+#: What closed exchanges leave: graphs that captured them read it.
+_closed_bases: list[torch.Tensor] = []
 
 
 class DeviceExchange(TopkExchange):
@@ -68,6 +72,11 @@ class DeviceExchange(TopkExchange):
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
+        if self.bases is not None:
+            # A graph that captured it and is replayed yet must end in an error, not in memory of others.
+            with contextlib.suppress(RuntimeError):  # the context may be lost
+                self.bases.fill_(NOWHERE)
+            _closed_bases.append(self.bases)
         self.bases = None
         self._free()
         if self.failure is None:

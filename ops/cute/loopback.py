@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from ...settings import Settings
-from ..checks import check_topk, check_world
+from ..checks import check_memory, check_topk, check_world
 from ..exchange import ExchangeSettings
 from ..layouts import default_local_topk, layout_of
 from ..spec import KvMap, Merged, MergeSpec
@@ -79,6 +79,7 @@ class Loopback:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         require_gpu(self.device)
         self.layout = layout_of(dtype)
+        check_memory(world_size, rows, topk, local_topk, self.layout.name)
         settings = ExchangeSettings(rows, topk, local_topk, self.layout.name)
         timeout_s = Settings.from_env().timeout_s
         name = f"loopback:{next(_names)}"
