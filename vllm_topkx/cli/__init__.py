@@ -21,6 +21,7 @@ COMMANDS = {
     "verify": "merge logits dumped from a real run and compare with a stable sort",
     "doctor": "show what this machine and this installation can run, and why not the rest",
     "compat": "show what of a vLLM release the plugin can hook into, from its source",
+    "soak": "merge a great many times and check every row",
     "bench": "measure on this machine",
     "graph": "print the FX graph of a function before and after the exchange pass",
 }
