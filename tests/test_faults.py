@@ -20,6 +20,7 @@ from cpu_calls import K, N, merge, reserve, scores, segments, wrong_calls
 import vllm_topkx
 from vllm_topkx.ops import checks
 from vllm_topkx.ops.cpu import exchange as cpu_exchange
+from vllm_topkx.ops.cute import report
 from vllm_topkx.ops.errors import ExchangeTimeoutError, TopkxError
 from vllm_topkx.ops.layouts import exchange_bytes
 from vllm_topkx.ranks import RankContext, RankError, RankPool
@@ -277,3 +278,32 @@ def test_ctrl_c_ends_a_wait_and_its_exchange(few: RankPool) -> None:
     assert "was ended by KeyboardInterrupt while its words were with the peers" in again
     assert re.match(missing(1, 0, 1), late) and "The exchange is unusable from here on" in unusable
     assert wrong == also_wrong == wrong_too == []
+
+
+# a lost CUDA context
+
+
+class LostExchange:
+    """As an exchange whose kernel gives up waiting after a while."""
+
+    def __init__(self) -> None:
+        self.error: ExchangeTimeoutError | None = None
+
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def check_failure(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_lost_context_is_explained_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    lost, sound = LostExchange(), LostExchange()
+    for exchange in (lost, sound):
+        report.watch(exchange)
+    lost.error = ExchangeTimeoutError("dcp:0", 3, 1, 7, 1, 10.0)
+    deadline = time.monotonic() + 20
+    while not caplog.messages and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(3 * report.LOOK_EVERY_S)
+    assert caplog.messages == [str(lost.error)]

@@ -14,6 +14,7 @@ from ..exchange import ExchangeSettings, TopkExchange
 from ..groups import gather_from_ranks
 from .device import multiprocessors, require_dsl, require_gpu
 from .record import FailureRecord
+from .report import watch
 
 #: Two micro-batches may be in flight, on two lanes, and the blocks of both must be resident together. A
 #: block takes the registers of a whole multiprocessor, so each launch gets half of them.
@@ -40,10 +41,19 @@ class DeviceExchange(TopkExchange):
         self.bases: torch.Tensor | None = None
         self.record = FailureRecord.pinned()
         self.max_blocks = multiprocessors(device) // LANES_AT_ONCE
+        watch(self)
 
     @property
     def timeout_ns(self) -> int:
         return int(self.timeout_s * 1e9)
+
+    def failed(self) -> bool:
+        """Whether a kernel gave up waiting; a read of host memory."""
+        return self.record.failure() is not None
+
+    def check_call(self, rows: int | torch.SymInt, topk: int, layout: str) -> None:
+        self.check_failure()  # before anything asks the GPU, whose context is lost
+        super().check_call(rows, topk, layout)
 
     def check_failure(self) -> None:
         """Raises ``ExchangeTimeoutError`` when a kernel gave up waiting; a read of host memory."""
