@@ -288,6 +288,13 @@ def test_doctor_json_has_its_keys(capsys: pytest.CaptureFixture) -> None:
         assert answer["available"] == (answer["reason"] is None)
 
 
+def test_doctor_times_what_a_worker_compiles(capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor", "--compile", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["compile"]
+    assert found["reason"] is None and found["kernels"] == 2 and found["arch"].startswith("sm_")
+    assert found["compile_seconds"] > 0 and found["import_seconds"] > 0
+
+
 def test_doctor_imports_neither_vllm_nor_cutlass() -> None:
     code = (
         "import sys; from vllm_topkx.cli import main; code = main(['doctor']);"

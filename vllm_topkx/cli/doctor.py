@@ -16,12 +16,13 @@ import torch.distributed as dist
 from ..ops.cpu.shared_memory import SHM
 from ..ops.errors import TopkxError
 from ..settings import Settings
+from . import compile_time
 from .machine import cpu_name, cute_dsl_problem, gpus, peer_access, version_of, versions
 from .vllm_hooks import check_hooks, first_loss_of_everything, installed_root, plugin_problem
 
 _EPILOG = """\
 Exit code: 0 when at least one backend can run, else 1. Imports neither vLLM nor CuTe
-DSL, allocates nothing on a GPU.
+DSL, allocates nothing on a GPU; --compile does, in a process of its own.
 
 example:
   vllm-topkx doctor --json | jq .backends
@@ -31,10 +32,13 @@ example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--compile", action="store_true", help="time what a vLLM worker compiles at its first start")
 
 
 def run(args: argparse.Namespace) -> int:
     report = examine()
+    if args.compile:
+        report["compile"] = compile_time.measure()
     if args.json:
         print(json.dumps(report, indent=2))
     else:
@@ -184,6 +188,8 @@ def _print(report: dict[str, Any]) -> None:
     values = [[name, "-" if value is None else value] for name, value in report["settings"]["values"].items()]
     wrong = report["settings"]["reason"]
     table("Settings", ["", "value"], values + ([[Text("refused", style="red"), wrong]] if wrong else []))
+    if (compiled := report.get("compile")) is not None:
+        table("Compile time", ["", ""], [[name, value] for name, value in compiled.items() if value is not None])
     vllm = report["vllm"]
     title = f"vLLM {vllm['version'] or '(not installed)'}"
     table(title, ["", "takes over", "why not"], [answer("plugin", vllm["plugin"])])
