@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 
 from ...settings import Settings
-from ..checks import check_memory, check_topk, check_world
+from ..checks import check_memory, check_topk, check_world, require
 from ..exchange import ExchangeSettings
 from ..layouts import default_local_topk, layout_of
 from ..spec import KvMap, Merged, MergeSpec
@@ -74,6 +75,10 @@ class Loopback:
         check_world(world_size)
         local_topk = default_local_topk(topk, world_size) if local_topk is None else local_topk
         check_topk(topk, local_topk)
+        require(
+            os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "0",
+            "loopback under CUDA_LAUNCH_BLOCKING: its ranks share a process and must run at once; unset it",
+        )
         require_dsl()
         index = torch.device("cuda" if device is None else device).index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
