@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -46,5 +48,8 @@ def reserve(ctx: RankContext, rows: int, lane: int = 0, n: int = N) -> TopkExcha
     return vllm_topkx.reserve(ctx.group, rows=rows, topk=K, local_topk=n, lane=lane)
 
 
-def segments() -> list[str]:
-    return sorted(path.name for path in shared_memory.SHM.glob(shared_memory.PREFIX + "*"))
+def segments(pids: Iterable[int | None]) -> list[str]:
+    """Names of the shared memory of these processes; other tests may have some of their own."""
+    of_these = {str(pid) for pid in pids}
+    names = sorted(path.name for path in shared_memory.SHM.glob(shared_memory.PREFIX + "*"))
+    return [name for name in names if name.split("-")[1] in of_these]

@@ -237,7 +237,7 @@ def test_a_rank_that_never_pushes_is_named_and_waiting_costs_little(few: RankPoo
 
 
 def ended_in_the_middle(ctx: RankContext) -> tuple[str, str, list[int]]:
-    os.environ["VLLM_TOPKX_TIMEOUT_S"] = "0.5"
+    os.environ["VLLM_TOPKX_TIMEOUT_S"] = "2"
     reserve(ctx, rows=2)
     select, message = exchange_module.select_words, ""
     if ctx.rank == 0:
@@ -272,7 +272,7 @@ def test_a_call_that_is_ended_in_the_middle_breaks_the_exchange(few: RankPool) -
 
 
 def fewer_rows(ctx: RankContext) -> ExchangeTimeoutError | None:
-    os.environ["VLLM_TOPKX_TIMEOUT_S"] = "0.5"
+    os.environ["VLLM_TOPKX_TIMEOUT_S"] = "2"
     reserve(ctx, rows=5, n=K)
     try:
         merge(ctx, 0, 5 if ctx.rank == 0 else 3, n=K)
@@ -288,7 +288,7 @@ def test_a_rank_with_fewer_rows_is_named(few: RankPool) -> None:
 
 
 def die_before_the_rescue(ctx: RankContext) -> ExchangeTimeoutError | None:
-    os.environ["VLLM_TOPKX_TIMEOUT_S"] = "0.5"
+    os.environ["VLLM_TOPKX_TIMEOUT_S"] = "2"
     exchange = reserve(ctx, rows=2)
     if ctx.rank == 1:  # holds everything of row 1 in call 1, so all wait for its list; it only pushes
         logits, ends = (torch.from_numpy(a[ctx.rank]) for a in scores(1, ctx.world_size, 2))
@@ -308,7 +308,7 @@ def test_a_missing_rescue_list_is_round_2(few: RankPool) -> None:
 
 
 def merge_until_killed(ctx: RankContext) -> ExchangeTimeoutError | None:
-    os.environ["VLLM_TOPKX_TIMEOUT_S"] = "1"
+    os.environ["VLLM_TOPKX_TIMEOUT_S"] = "2"
     reserve(ctx, rows=2)
     for call in range(1000):
         if ctx.rank == 1 and call == 5:
@@ -322,21 +322,23 @@ def merge_until_killed(ctx: RankContext) -> ExchangeTimeoutError | None:
 
 def test_survivors_of_sigkill_fail_in_time_and_can_start_again() -> None:
     with RankPool(3) as ranks:
+        pids = [process.pid for process in ranks.processes]
         start = time.monotonic()
         with pytest.raises(RankError, match=r"rank 1: died \(exit code -9\)"):
             ranks.run(merge_until_killed)
         assert time.monotonic() - start < 10
-    assert segments() == []
+    assert segments(pids) == []
     with RankPool(3) as ranks:
+        pids = [process.pid for process in ranks.processes]
         ranks.run(reserve_rows, 2)
         assert ranks.run(wrong_calls, [(0, 2), (1, 2)]) == [[]] * 3
-    assert segments() == []
+    assert segments(pids) == []
 
 
 def names_in_use(ctx: RankContext) -> list[str]:
     reserve(ctx, rows=2)
     dist.barrier(ctx.group)
-    return segments()
+    return segments([os.getpid()])
 
 
 def test_no_name_stays_while_an_exchange_lives(few: RankPool) -> None:
@@ -352,15 +354,16 @@ def die_with_a_named_segment(ctx: RankContext) -> None:
 def test_segments_of_the_dead_are_reclaimed_and_those_of_the_living_kept() -> None:
     path, fd = shared_memory._create(4096)
     try:
-        with RankPool(2) as ranks, pytest.raises(RankError, match="died"):
-            ranks.run(die_with_a_named_segment)
-        assert len(segments()) == 2
-        removed = shared_memory.reclaim()
-        assert len(removed) == 1 and removed != [path.name]
-        assert segments() == [path.name]
+        with RankPool(2) as ranks:
+            pids = [os.getpid(), *(process.pid for process in ranks.processes)]
+            with pytest.raises(RankError, match="died"):
+                ranks.run(die_with_a_named_segment)
+        shared_memory.reclaim()  # or a rank of another test, which does so when it starts
+        assert segments(pids) == [path.name]
     finally:
         os.close(fd)
-    assert shared_memory.reclaim() == [path.name]
+    shared_memory.reclaim()
+    assert segments(pids) == []
 
 
 def full_memory(ctx: RankContext) -> str:
@@ -372,7 +375,8 @@ def full_memory(ctx: RankContext) -> str:
 
 
 def test_a_rank_that_cannot_set_up_stops_all_ranks(few: RankPool) -> None:
+    pids = [process.pid for process in few.processes]
     messages = few.run(full_memory)
     assert len(set(messages)) == 1
     assert re.match(r"rank 1 has no shared memory: .*No such file", messages[0])
-    assert segments() == []
+    assert segments(pids) == []
