@@ -27,6 +27,8 @@ from .errors import TopkxError
 WORDS_ALIGN = 4
 #: Random scores saturate a rank less than once in this many rows (see :func:`default_local_topk`).
 ROWS_PER_SATURATION = 1_000_000
+#: Candidates of all ranks up to which whole lists are sent: what 512 threads hold, see :func:`default_list_topk`.
+WHOLE_LISTS = 4096
 #: ``default_local_topk`` rounds to this: one word of high bits in ``bf16``, 64 words in ``fp32``.
 LOCAL_TOPK_ALIGN = 32
 
@@ -126,6 +128,15 @@ def default_local_topk(topk: int, world_size: int) -> int:
         else:
             low = middle + 1
     return min(topk, -(-low // LOCAL_TOPK_ALIGN) * LOCAL_TOPK_ALIGN)
+
+
+def default_list_topk(topk: int, world_size: int) -> int:
+    """N for callers that bring a local top-K (``topkx::merge_dcp_topk_``).
+
+    To choose the best N of a list takes longer than to send and merge all of it, as long as one thread block
+    holds what all ranks send in registers (docs/performance.md); with more, N is :func:`default_local_topk`.
+    """
+    return topk if world_size * topk <= WHOLE_LISTS else default_local_topk(topk, world_size)
 
 
 def _to_int32(value: torch.Tensor) -> torch.Tensor:

@@ -332,7 +332,7 @@ def test_ctrl_c_ends_all_ranks() -> None:
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from vllm_topkx.cli import main; sys.exit(main())"
     )
-    line = [sys.executable, "-c", program, "soak", "--backend", "cuda", "--merges", "8000000"]
+    line = [sys.executable, "-P", "-c", program, "soak", "--backend", "cuda", "--merges", "8000000"]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr is not None
     lines = [process.stderr.readline()]

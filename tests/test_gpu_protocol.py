@@ -245,7 +245,7 @@ def test_compute_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
     program = "import sys; from vllm_topkx.cli import main; sys.exit(main())"
     verify = ["verify", str(tmp_path / "dump.npz"), "--backend", "loopback"]
     # torch asks the driver things that it may refuse: what counts is what kernels do.
-    line = [str(SANITIZER), "--tool", tool, "--report-api-errors", "no", sys.executable, "-c", program, *verify]
+    line = [str(SANITIZER), "--tool", tool, "--report-api-errors", "no", sys.executable, "-P", "-c", program, *verify]
     # Without torch's cache each tensor is an allocation of its own, whose ends memcheck knows.
     done = run_tool(line, VLLM_TOPKX_TIMEOUT_S="60", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     assert done.returncode == 0 and "OK: all ranks" in done.stdout, done.stdout + done.stderr
@@ -270,7 +270,7 @@ print(json.dumps([imported - started, time.monotonic() - imported]))
 def test_what_a_vllm_worker_needs_compiles_in_10_s_and_loads_in_1(tmp_path: Path) -> None:
     seconds = []
     for _ in range(2):  # an empty cache, and a filled one
-        done = run_tool([sys.executable, "-c", COMPILE], VLLM_TOPKX_CACHE_DIR=str(tmp_path))
+        done = run_tool([sys.executable, "-P", "-c", COMPILE], VLLM_TOPKX_CACHE_DIR=str(tmp_path))
         assert done.returncode == 0, done.stderr
         seconds.append(json.loads(done.stdout.splitlines()[-1]))
     print(f"import and compile, import and load, in seconds: {seconds}")

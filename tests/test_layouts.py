@@ -132,6 +132,11 @@ def test_default_local_topk_of_the_models() -> None:
     assert layouts.default_local_topk(1, 2) == 1
 
 
+def test_short_lists_are_sent_whole() -> None:
+    assert [layouts.default_list_topk(2048, w) for w in (2, 4, 8)] == [2048, 640, 352]
+    assert [layouts.default_list_topk(512, w) for w in (8, 16)] == [512, layouts.default_local_topk(512, 16)]
+
+
 def test_rescue_slots_and_bytes() -> None:
     assert layouts.rescue_slots(2048, 352) == 5
     assert layouts.rescue_slots(2048, 2048) == 0

@@ -1,8 +1,7 @@
 """Selection of the best candidates of a row by one thread block: radix select, then stable compaction.
 
 Selection finds the key of the last candidate to keep; compaction keeps all from there on in the order of the
-candidates. The scheduling of threads does not show in the result: shared atomics count, and give places only
-to keys that are then ranked.
+candidates. The scheduling of threads does not show in the result: shared atomics only count.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from .primitives import (
     bits_above,
     lower_lanes,
     shared_words,
-    take_shared,
     warp_inclusive_sum,
     warp_max,
     warp_min,
@@ -32,18 +30,13 @@ from .primitives import (
     warp_sum,
 )
 
-#: A bin of so few keys is ranked by comparing each with each, a warp a key: that costs less than a pass.
-DIRECT = 64
-
-_DIGITS_OF_ORD, _DIGITS_OF_POSITION, _RANK_DIRECTLY, _FOUND = range(4)
-
 
 @dataclass(frozen=True)
 class BlockSelect:
     """Radix selection and placement by one block. Made by :meth:`allocate`.
 
-    A pass has a bin a thread, 9 or 10 bits of the keys: then the bin of the threshold mostly holds so few keys
-    after the first pass that they are ranked directly.
+    A pass has a bin a thread, 9 or 10 bits of the keys: after the second the bin of the threshold mostly holds
+    one key. (Ranking the keys of a small bin by comparing each with each was tried: gathering them costs more.)
 
     Attributes:
         threads: of the block, 512 or 1024.
@@ -51,21 +44,19 @@ class BlockSelect:
             It pays for candidates that were selected before: their floats share a sign and few exponents.
         histogram: shared, a word a bin; zero between passes.
         partials: shared, a word of each warp, for four reductions at once.
-        members: shared, ord and inverted position of the keys that are ranked directly.
-        result: shared, digit, keys above it, keys in it; or the threshold; word 3 counts members.
+        result: shared, digit, keys above it, keys in it.
     """
 
     threads: int
     measured: bool
     histogram: cute.Tensor
     partials: cute.Tensor
-    members: cute.Tensor
     result: cute.Tensor
 
     @classmethod
     def allocate(cls, smem: SmemAllocator, threads: int, measured: bool) -> BlockSelect:
         assert threads in (512, 1024)
-        sizes = (threads, 4 * WARP, 2 * DIRECT, 4)
+        sizes = (threads, 4 * WARP, 4)
         return cls(threads, measured, *(shared_words(smem, size) for size in sizes))
 
     warps = property(lambda self: self.threads // WARP)
@@ -91,8 +82,6 @@ class BlockSelect:
         tid, _, _ = cute.arch.thread_idx()
         histogram, result = self.histogram, self.result
         histogram[tid] = Uint32(0)
-        if tid == 0:
-            result[3] = Uint32(0)
         base = Uint32(0)
         if const_expr(self.measured):
             base, ord_bits, position_bits = self._range(source, ords, positions)
@@ -100,12 +89,12 @@ class BlockSelect:
             cute.arch.sync_threads()
         high = Uint32(1)
         low = Uint32(0)
-        state = Int32(_DIGITS_OF_ORD)
+        found = Boolean(False)
         in_positions = Boolean(False)
         shift = self._first_shift(ord_bits)
         prefix = Uint32(0)
         mask = Uint32(0)
-        while state < _RANK_DIRECTLY:
+        while not found:
             bins = Int32(histogram.iterator.toint())
             for group in cutlass.range(source.groups, unroll=1):
                 source.load(group, ords, positions)
@@ -122,13 +111,11 @@ class BlockSelect:
             prefix = prefix | (digit << Uint32(shift))
             mask = Uint32(0) - (Uint32(1) << Uint32(shift))
             if inside == 0:  # fewer candidates than asked for: keep all
-                state = Int32(_FOUND)
+                found = Boolean(True)
             elif inside == count or (in_positions and shift == 0):
                 high = high if in_positions else base + prefix
                 low = prefix if in_positions else low
-                state = Int32(_FOUND)
-            elif inside <= DIRECT:
-                state = Int32(_RANK_DIRECTLY)
+                found = Boolean(True)
             elif shift == 0:  # ties at the threshold: the smaller positions win
                 high = base + prefix
                 in_positions = Boolean(True)
@@ -137,12 +124,6 @@ class BlockSelect:
                 mask = Uint32(0)
             else:
                 shift = cutlass.max(shift - self.digit_bits, Int32(0))
-        if state == _RANK_DIRECTLY:
-            self._gather_members(source, ords, positions, in_positions, high, base, prefix, mask)
-            cute.arch.sync_threads()
-            self._rank_members(Int32(result[3]), count)
-            cute.arch.sync_threads()
-            high, low = result[0], result[1]
         return high, low
 
     def _first_shift(self, bits: Int32) -> Int32:
@@ -193,64 +174,6 @@ class BlockSelect:
         if (tid == self.threads - 1) & (upto < count):
             result[1] = Uint32(0)
             result[2] = Uint32(0)
-
-    @cute.jit
-    def _gather_members(
-        self,
-        source: Source,
-        ords: cute.Tensor,
-        positions: cute.Tensor,
-        in_positions: Boolean,
-        high: Uint32,
-        base: Uint32,
-        prefix: Uint32,
-        mask: Uint32,
-    ) -> None:
-        tid, _, _ = cute.arch.thread_idx()
-        members, below = self.members, lower_lanes()
-        own_bit = below + 1
-        counter = Int32(self.result.iterator.toint()) + 12
-        for group in cutlass.range(source.groups, unroll=1):
-            source.load(group, ords, positions)
-            found, lanes = Int32(0), []
-            for i in cutlass.range_constexpr(source.items):
-                _, open = look_at(ords[i], positions[i], in_positions, high, base, prefix, mask)
-                lanes += [ballot(open)]
-                found = found + Int32(cute.arch.popc(lanes[i]))
-            if found != 0:
-                place = Int32(0)
-                if tid % WARP == 0:
-                    place = take_shared(counter, found)
-                place = cute.arch.shuffle_sync(place, 0)
-                for i in cutlass.range_constexpr(source.items):
-                    if (lanes[i] & own_bit) != 0:
-                        own = place + Int32(cute.arch.popc(lanes[i] & below))
-                        members[2 * own] = ords[i]
-                        members[2 * own + 1] = ~positions[i]
-                    place = place + Int32(cute.arch.popc(lanes[i]))
-
-    @cute.jit
-    def _rank_members(self, size: Int32, count: Int32) -> None:
-        """Leaves the ``count``-th largest member in ``result``."""
-        tid, _, _ = cute.arch.thread_idx()
-        members, result = self.members, self.result
-        lane, warp = tid % WARP, tid // WARP
-        others = [lane + i * WARP for i in range(DIRECT // WARP)]
-        other_ords = [members[2 * other] for other in others]
-        other_inverses = [members[2 * other + 1] for other in others]
-        for m in cutlass.range(warp, size, self.warps, unroll=1):
-            ord, inverse = members[2 * m], members[2 * m + 1]
-            larger, as_large = Int32(0), Int32(0)
-            for i in cutlass.range_constexpr(DIRECT // WARP):
-                there = others[i] < size
-                same_ord = other_ords[i] == ord
-                above = (other_ords[i] > ord) | (same_ord & (other_inverses[i] > inverse))
-                same = same_ord & (other_inverses[i] == inverse)
-                larger = larger + Int32(cute.arch.popc(ballot(there & above)))
-                as_large = as_large + Int32(cute.arch.popc(ballot(there & (above | same))))
-            if (larger < count) & (count <= as_large) & (lane == 0):
-                result[0] = ord
-                result[1] = inverse
 
     @cute.jit
     def count(self, source: Source, ords: cute.Tensor, positions: cute.Tensor, high: Uint32, low: Uint32, sink: Sink):

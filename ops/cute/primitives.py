@@ -167,13 +167,6 @@ def or_shared(address: Int32, value: Uint32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def take_shared(address: Int32, value: Int32, *, loc=None, ip=None) -> Int32:
-    """Adds to a word of shared memory and returns what was there."""
-    text = "atom.shared.add.u32 $0, [$1], $2;"
-    return Int32(_asm(T.i32(), (Int32(address), Int32(value)), text, "=r,r,r,~{memory}", loc, ip))
-
-
-@dsl_user_op
 def bit_length(value: Uint32, *, loc=None, ip=None) -> Int32:
     """Bits needed to write ``value``; 0 for 0."""
     zeros = _asm(T.i32(), (Uint32(value),), "clz.b32 $0, $1;", "=r,r", loc, ip, side_effects=False)

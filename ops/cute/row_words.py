@@ -58,8 +58,8 @@ class LogitsSource:
 
     @property
     def items(self) -> int:
-        # Loads in flight a thread: 16 keep an SM's share of the L2 bandwidth busy with 2-byte loads too.
-        return 8 if self.fp32 else 16
+        # Bytes in flight that keep an SM's share of the L2 bandwidth busy: 32 KiB. More registers there are not.
+        return 8192 // self.threads if self.fp32 else 16
 
     @property
     def groups(self) -> Int32:

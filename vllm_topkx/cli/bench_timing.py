@@ -32,6 +32,7 @@ class Graphed(Generic[Result]):
 
     def __init__(self, call: Callable[[int], Result], calls: int, before: Callable[[], None] = nothing) -> None:
         self.calls, self._before = calls, before
+        self._call = call  # holds memory that the graph uses
         before()
         for i in range(min(WARM_UP_CALLS, calls)):  # compiles
             call(i)

@@ -36,9 +36,9 @@ def _compile() -> dict[str, Any]:
     from ..ops.cute.compile import ListMerge
     from ..ops.cute.device import architecture
     from ..ops.cute.shape import RowShape
-    from ..ops.layouts import default_local_topk
+    from ..ops.layouts import default_list_topk
 
-    shape = RowShape.of(WORLD_SIZE, TOPK, default_local_topk(TOPK, WORLD_SIZE), fp32=True)
+    shape = RowShape.of(WORLD_SIZE, TOPK, default_list_topk(TOPK, WORLD_SIZE), fp32=True)
     variants = [ListMerge(shape, with_starts) for with_starts in (False, True)]
     imported = time.monotonic()
     for variant in variants:

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from .._version import __version__
-from ..ops import TopkExchange, checks, default_local_topk, reserve
+from ..ops import TopkExchange, checks, reserve
 from ..ops.errors import TopkxError
 from ..ops.groups import gather_from_ranks
-from ..ops.layouts import FP32
+from ..ops.layouts import FP32, default_list_topk
 from ..ops.spec import MergeSpec
 from ..settings import Settings
 from .shadow import Shadow
@@ -208,7 +208,7 @@ def _check(wanted: _Wanted) -> tuple[Settings, _Wanted, str]:
 
 def _local_topk(settings: Settings, wanted: _Wanted) -> int:
     """N: candidates each rank sends in round 1."""
-    return min(settings.local_topk or default_local_topk(wanted.topk, wanted.world_size), wanted.topk)
+    return min(settings.local_topk or default_list_topk(wanted.topk, wanted.world_size), wanted.topk)
 
 
 def _lane_function(lanes: int) -> Callable[[], int]:
