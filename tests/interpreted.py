@@ -112,8 +112,12 @@ class Interpreted:
         self, prepare: Callable[[DeviceExchange], launch.Launch[Result]], ranks: Sequence[int] | None = None
     ) -> list:
         """What ``prepare`` launches for each exchange, all at once; the results of ``ranks`` (default: all)."""
-        with _interpreting():
+        with interpreting():
             launches = [prepare(self.exchanges[rank]) for rank in ranks or range(len(self.exchanges))]
+        return self.run_launches(launches)
+
+    def run_launches(self, launches: Sequence[launch.Launch[Result]]) -> list:
+        """All ``launches`` at once; their results."""
         self.seed += 1
         blocks: list[Block] = []
         for ready in launches:
@@ -134,7 +138,7 @@ class _Exchange(DeviceExchange):
 
 
 @contextmanager
-def _interpreting() -> Iterator[None]:
+def interpreting() -> Iterator[None]:
     with mock.patch.object(launch, "compiled", lambda variant, device: kernel_of(variant)):
         yield
 

@@ -266,7 +266,11 @@ class Block:
         addresses = np.zeros(self._n, np.int64)
         addresses[active] = self._address(arguments[1], active)
         for thread in self._random.permutation(np.flatnonzero(active)):  # in whatever order
-            if "shared" in modifiers:
+            if "exch" in modifiers:
+                here = addresses[thread : thread + 1]
+                old[thread] = self.memory.load(here, np.uint32, 1)[0][0]
+                self.memory.store(here, [self._value(arguments[2], np.uint32)[thread : thread + 1]])
+            elif "shared" in modifiers:
                 place = (addresses[thread] & 0xFFFFFFFF) // 4
                 old[thread] = self._shared[place]
                 self._shared[place] += self._value(arguments[2], np.uint32)[thread]

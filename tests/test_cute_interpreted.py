@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hostile import HOSTILE, stacked
-from interpreted import Interpreted, run_alone
+from interpreted import Interpreted, interpreting, run_alone
 from merging import assert_merged, expected, kv_maps
 from ptx_interpreter import SHARED_BYTES, Trapped
 
@@ -196,6 +197,28 @@ def test_topk_rescue(dtype: torch.dtype) -> None:
         )  # fmt: skip
         for rank, merged in enumerate(got):
             assert_merged(merged, expected(words, lists, loopback.spec(rank, 1), kv[rank]))
+
+
+def test_two_launches_on_one_lane_are_stopped_when_they_take_the_same_epoch() -> None:
+    loopback = Interpreted(2, 2, 16, 16, torch.float32)
+    words = cpu.local_topk_words(torch.randn(2, 40), torch.full((2,), 40, dtype=torch.int32), 16)
+    with interpreting():
+        launches = [
+            launch.prepare_exchange(x, words, words, words, loopback.spec(x.rank, 1), None, True)
+            for x in loopback.exchanges
+            for _ in range(2)
+        ]
+    with pytest.raises(Trapped):
+        loopback.run_launches(launches)
+    errors = []
+    for exchange in loopback.exchanges:
+        try:
+            exchange.check_failure()
+        except TopkxError as error:
+            errors.append(str(error))
+    assert errors
+    for error in errors:
+        assert re.match(r"two calls at once on lane 0 of group 'interpreted' \(row [01], epoch 1\): calls", error)
 
 
 def test_a_silent_rank_is_named() -> None:

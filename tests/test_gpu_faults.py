@@ -268,6 +268,35 @@ def test_a_replay_too_many_and_a_second_micro_batch_name_the_idle_rank(tmp_path:
         assert note["again"].startswith("ExchangeTimeoutError: ") and re.search(culprit, note["again"])
 
 
+def two_graphs_at_once(ctx: RankContext, notes: Path) -> None:
+    log = Lines()
+    reserve(ctx, 0, limit_s=1)
+    warm_up(ctx, K, N, 4)
+    on_streams = [(Captured(ctx, K, N, 4, 61, COLUMNS).graph, torch.cuda.Stream()) for _ in range(2)]
+    torch.cuda.synchronize()
+    dist.barrier(ctx.group)
+    torch.cuda.synchronize()
+    with contextlib.suppress(RuntimeError):
+        for _ in range(50):
+            for graph, stream in on_streams:
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        torch.cuda.synchronize()
+    (notes / str(ctx.rank)).write_text(json.dumps(log.wait()))
+
+
+def test_two_graphs_at_once_on_one_lane_are_stopped(tmp_path: Path) -> None:
+    with RankPool(W, device_type="cuda") as ranks:
+        ranks.run(two_graphs_at_once, tmp_path)
+    logged = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(W)]
+    stopped = (
+        r"two calls at once on lane 0 of group '.*' \(row [0-3], epoch \d+\): calls that can be in flight together"
+    )
+    assert any(re.search(stopped, line) for lines in logged for line in lines), logged
+    for lines in logged:  # the other rank may wait for the one that stopped
+        assert all(re.search(stopped + "|did not deliver row", line) for line in lines)
+
+
 def killed_in_a_graph(ctx: RankContext, notes: Path) -> None:
     of_lane = reserve(ctx, 0, limit_s=1)
     warm_up(ctx, K, N, 8)

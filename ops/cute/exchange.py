@@ -13,7 +13,7 @@ from ..errors import BackendUnavailableError, ExchangeTimeoutError, TopkxError
 from ..exchange import ExchangeSettings, TopkExchange
 from ..groups import gather_from_ranks
 from .device import multiprocessors, require_dsl, require_gpu
-from .record import FailureRecord
+from .record import OVERLAP, FailureRecord
 from .report import watch
 
 #: Two micro-batches may be in flight, on two lanes, and the blocks of both must be resident together. A
@@ -56,23 +56,30 @@ class DeviceExchange(TopkExchange):
         super().check_call(rows, topk, layout)
 
     def check_failure(self) -> None:
-        """Raises ``ExchangeTimeoutError`` when a kernel gave up waiting; a read of host memory."""
+        """Raises what made a kernel stop, ``ExchangeTimeoutError`` for a time limit; a read of host memory."""
         if self.failure is None and (found := self.record.failure()) is not None:
-            self.failure = ExchangeTimeoutError(
-                self.group, found.row, found.source, found.epoch, found.round, self.timeout_s
-            )
+            if found.round == OVERLAP:
+                self.failure = TopkxError(
+                    f"two calls at once on lane {self.lane} of group {self.group!r} (row {found.row}, epoch "
+                    f"{found.epoch}): calls that can be in flight together need a lane each. Their results are mixed "
+                    f"and the CUDA context is lost: restart the group"
+                )
+            else:
+                self.failure = ExchangeTimeoutError(
+                    self.group, found.row, found.source, found.epoch, found.round, self.timeout_s
+                )
         if self.failure is not None:
             raise self.failure
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Turns the CUDA error that follows a time limit into ``ExchangeTimeoutError``, naming who was late."""
+        """Turns the CUDA error that follows a kernel's stop into the error that says why, and who was late."""
         try:
             yield
         except RuntimeError as error:
-            with contextlib.suppress(ExchangeTimeoutError):
-                self.check_failure()
-            if isinstance(self.failure, ExchangeTimeoutError):
+            if self.failed():
+                with contextlib.suppress(TopkxError, ExchangeTimeoutError):
+                    self.check_failure()
                 raise self.failure from error
             raise
 

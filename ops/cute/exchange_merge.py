@@ -11,8 +11,9 @@ from .block_select import BlockSelect
 from .local_topk import LogitsSelector
 from .outputs import MergeSink, Outputs
 from .peers import Peers
-from .primitives import WARP, Divisor, SmemAllocator, store_words
+from .primitives import WARP, Divisor, SmemAllocator, exchange_word, store_words
 from .rank_words import RankWords
+from .record import OVERLAP
 from .rescue import RowRescue, stage_all
 from .row_words import ListSource, LogitsSource, WordStage, row_words, score_bits
 from .shape import RowShape
@@ -145,6 +146,9 @@ class ExchangeMerge:
             positions = cute.make_rmem_tensor(source.items, Uint32)
             source.wait(ords, positions, epoch, row, watch)
             high, low = select.threshold(source, ords, positions, Int32(shape.topk), Int32(0), Int32(0))
+            before = Int32(epoch - 1)
+            if tid == 0:  # a barrier ago all threads had read the epoch
+                before = exchange_word(epochs.iterator.toint() + Int64(row) * 4, Int32(epoch))
             sink = MergeSink.of_row(source, rank, row, request, out)
             total, first = select.count(source, ords, positions, high, low, sink)
             if const_expr(shape.rescues):
@@ -161,8 +165,8 @@ class ExchangeMerge:
             else:
                 select.write(source, ords, positions, high, low, first, sink)
                 sink.pad(total)
-            if tid == 0:
-                epochs[row] = Int32(epoch)  # a barrier ago all threads had read it
+            if before != Int32(epoch - 1):  # two launches on one lane took the same epoch, and mixed their words
+                watch.fail(row, rank, epoch, OVERLAP)
             cute.arch.sync_threads()  # the next row uses the same shared memory
 
     def own_list(

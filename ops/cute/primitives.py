@@ -135,6 +135,13 @@ def claim_sys(address: Int64, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def exchange_word(address: Int64, value: Int32, *, loc=None, ip=None) -> Int32:
+    """Stores a word of this GPU's memory and returns what was there."""
+    text = "atom.relaxed.gpu.global.exch.b32 $0, [$1], $2;"
+    return Int32(_asm(T.i32(), (Int64(address), Int32(value)), text, "=r,l,r,~{memory}", loc, ip))
+
+
+@dsl_user_op
 def fence_sys(*, loc=None, ip=None) -> None:
     _asm(None, (), "fence.acq_rel.sys;", "~{memory}", loc, ip)
 

@@ -13,11 +13,13 @@ from ..errors import TopkxError
 #: Words of a record, int32.
 RECORD_WORDS = 8
 CLAIMED, COMPLETE, ROW, SOURCE, EPOCH, ROUND = range(6)
+#: What ``ROUND`` says when two launches on one lane took the same epoch.
+OVERLAP = 3
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A record that a kernel filled; see :meth:`.wait.Watch.fail`. ``round`` 0 is a refused row end."""
+    """A record that a kernel filled; see :meth:`.wait.Watch.fail`. ``round`` 0 is a refused row end, 3 an overlap."""
 
     row: int
     source: int
