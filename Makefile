@@ -5,14 +5,20 @@ VENV_ROOT ?= $(HOME)/.cache/vllm-topkx
 VENV := $(VENV_ROOT)/venv-$(shell sha256sum pyproject.toml | cut -c1-12)
 BIN := $(VENV)/bin
 TESTS ?= tests
+MINUTES ?= 10
+BACKEND ?= cpu
+SEED ?= 0
 
-.PHONY: demo test lint install setup
+.PHONY: demo test fuzz lint install setup
 
 demo: install
 	$(BIN)/vllm-topkx demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+
+fuzz: install
+	$(BIN)/vllm-topkx fuzz --minutes $(MINUTES) --backend $(BACKEND) --seed $(SEED)
 
 lint: install
 	$(BIN)/ruff check .

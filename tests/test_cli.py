@@ -18,6 +18,7 @@ from torch import fx
 
 from vllm_topkx.cli import COMMANDS, main, verify
 from vllm_topkx.cli.graph_text import graph_text
+from vllm_topkx.cli.merge_dump import MergedDump
 from vllm_topkx.ops.errors import ExchangeTimeoutError
 from vllm_topkx.ops.reference import reference_topk
 
@@ -128,8 +129,8 @@ def test_a_mismatch_is_named(
     ids = np.stack([right] * 3)
     ids[2, 1, 0] = 12345
 
-    def wrong_merge(*args, **kwargs) -> tuple[np.ndarray, np.ndarray]:
-        return ids, np.zeros(6, dtype=np.int32)
+    def wrong_merge(*args, **kwargs) -> MergedDump:
+        return MergedDump(ids, np.zeros(6, dtype=np.int32))
 
     monkeypatch.setattr(verify, "merge_dump", wrong_merge)
     code = main(["verify", str(dump), "--out", str(tmp_path / "o.npz"), *(["--json"] if as_json else [])])
@@ -141,7 +142,7 @@ def test_a_mismatch_is_named(
         assert json.loads(text)["order_differs"] == [1]
     else:
         assert f"row 1, rank 2: missing [{missing}], extra [12345]" in text
-        assert "different orders in 1 rows: [1]" in text and "MISMATCH: 1 of 6 rows" in text
+        assert "different orders in 1 rows: [1]" in text and "MISMATCH: 1 of 6 rows are wrong" in text
     assert (tmp_path / "o.npz").exists()
 
 
@@ -149,7 +150,7 @@ def test_another_order_alone_is_a_mismatch(dump: Path, monkeypatch: pytest.Monke
     arrays = dump_arrays()
     ids = np.stack([reference_topk(arrays["logits"], arrays["row_ends"], TOPK, 16)] * 3)
     ids[1, 0] = ids[1, 0, ::-1]
-    monkeypatch.setattr(verify, "merge_dump", lambda *args, **kwargs: (ids, np.zeros(6, dtype=np.int32)))
+    monkeypatch.setattr(verify, "merge_dump", lambda *args, **kwargs: MergedDump(ids, np.zeros(6, dtype=np.int32)))
     assert main(["verify", str(dump)]) == 1
 
 
@@ -177,6 +178,10 @@ BAD_DUMPS = {
     "row_ends shape": ({"logits": L3, "topk": 4, "row_ends": np.ones((2, 3), int)}, "[3, 2]"),
     "row_ends above L": ({"logits": L3, "topk": 4, "row_ends": np.full((3, 2), 6)}, "0..5"),
     "row_ends negative": ({"logits": L3, "topk": 4, "row_ends": np.full((3, 2), -1)}, "0..5"),
+    "calls of other rows": ({"logits": L3, "topk": 4, "calls": [2, 1]}, "calls have 3 rows in all: must be 2"),
+    "empty call": ({"logits": L3, "topk": 4, "calls": [2, 0]}, "above 0"),
+    "epoch": ({"logits": L3, "topk": 4, "epoch": 2**32}, "epoch 4294967296"),
+    "block_size": ({"logits": L3, "topk": 4, "interleave": 4, "block_size": 6}, "multiple of interleave 4"),
     "positions past bf16": ({"logits_bf16": np.zeros((2, 1, 131073), np.uint16), "topk": 4}, "131072"),
 }
 

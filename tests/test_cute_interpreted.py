@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hostile import HOSTILE, stacked
 from interpreted import Interpreted, interpreting, run_alone
 from merging import assert_merged, expected, kv_maps
 from ptx_interpreter import SHARED_BYTES, Trapped
 
+from vllm_topkx.cli.hostile import HOSTILE, stacked
 from vllm_topkx.ops.cpu import select as cpu
 from vllm_topkx.ops.cute import launch
 from vllm_topkx.ops.cute.record import RECORD_WORDS, RowEndRecord

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hostile import HOSTILE, stacked
 from merging import Ranks, assert_merged, expected, kv_maps
 
+from vllm_topkx.cli.hostile import HOSTILE, stacked
 from vllm_topkx.ops.cpu import select as cpu
 from vllm_topkx.ops.layouts import default_local_topk, layout_of
 from vllm_topkx.ops.reference import reference_topk, same_sets

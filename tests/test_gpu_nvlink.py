@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_calls import Captured, W, exchange, random_inputs, warm_up, wrong_rows
-from hostile import stacked
 
 import vllm_topkx
+from vllm_topkx.cli.hostile import stacked
 from vllm_topkx.ops import exchange as exchanges
 from vllm_topkx.ops.errors import ExchangeTimeoutError, TopkxError
 from vllm_topkx.ops.reference import reference_topk, same_sets

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hostile import bf16_bits, stacked
 
 from vllm_topkx.cli import main
+from vllm_topkx.cli.hostile import bf16_bits, stacked
 from vllm_topkx.ops.layouts import default_local_topk
 
 GPUS = torch.cuda.device_count()

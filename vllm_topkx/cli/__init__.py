@@ -19,6 +19,7 @@ from .._version import __version__
 COMMANDS = {
     "demo": "compile a small DSA model with vLLM's own stack and check its decode steps on W ranks",
     "verify": "merge logits dumped from a real run and compare with a stable sort",
+    "fuzz": "merge random logits for as long as asked, and compare with a stable sort",
     "doctor": "show what this machine and this installation can run, and why not the rest",
     "compat": "show what of a vLLM release the plugin can hook into, from its source",
     "soak": "merge a great many times and check every row",

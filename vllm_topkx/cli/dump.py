@@ -17,6 +17,9 @@ from ..ops.checks import check_positions, check_topk, check_world, require
 from ..ops.errors import TopkxError
 from ..ops.layouts import BF16, FP32, Layout, default_local_topk
 
+#: The whole numbers of a dump beside topk, interleave and local_topk, with their defaults; what ``fuzz`` writes.
+EXTRAS = {"epoch": 0, "block_size": 0, "lists": 0}
+KV_REQUESTS = 3  # in the block table that each rank has when there is a block size
 LOGITS = {"logits": np.dtype(np.float32), "logits_bf16": np.dtype(np.uint16)}
 DEFAULT_INTERLEAVE = 1  # vLLM's default for cp_kv_cache_interleave_size
 #: What np.load and a member's decoder raise on files that are not what they seem.
@@ -31,6 +34,10 @@ class Dump:
         logits: ``[W, T, L]`` float32, or uint16 bits of bfloat16.
         row_ends: int32 ``[W, T]``.
         topk, interleave, local_topk: K, I and N.
+        calls: rows of each call, in order; empty: as many a call as fit.
+        epoch: calls that the rows took part in before the first, modulo 2**32.
+        block_size: positions a block of the KV cache; 0: no KV rows are asked for.
+        lists: 1: the exchange starts from each rank's local top-K (vLLM's contract), which gives no KV rows.
     """
 
     logits: np.ndarray
@@ -38,6 +45,10 @@ class Dump:
     topk: int
     interleave: int
     local_topk: int
+    calls: tuple[int, ...] = ()
+    epoch: int = 0
+    block_size: int = 0
+    lists: int = 0
 
     @property
     def world_size(self) -> int:
@@ -59,6 +70,30 @@ class Dump:
         """The scores of ``rows`` as float32 ``[W, rows, L]``; exact, as every bfloat16 is a float32."""
         part = self.logits[:, rows]
         return part if self.layout is FP32 else (part.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+    def kv_map(self, rank: int, rows: slice) -> tuple[np.ndarray, np.ndarray] | None:
+        """A block table int32 ``[requests, blocks]`` of ``rank``'s own and the request of each of ``rows``.
+
+        The same in every run; None without a block size.
+        """
+        if not self.block_size:
+            return None
+        blocks = -(-self.logits.shape[2] // self.block_size)
+        table = np.random.default_rng(rank).permutation(KV_REQUESTS * blocks).reshape(KV_REQUESTS, blocks)
+        return table.astype(np.int32), (np.arange(self.rows)[rows] % KV_REQUESTS).astype(np.int32)
+
+    @property
+    def block_stride(self) -> int:
+        """KV rows from one block to the next."""
+        return self.block_size + 1
+
+    def save(self, path: Path) -> None:
+        """Writes what :func:`load_dump` reads."""
+        name = "logits" if self.layout is FP32 else "logits_bf16"
+        numbers = {"topk": self.topk, "interleave": self.interleave, "local_topk": self.local_topk}
+        numbers |= {name: getattr(self, name) for name in EXTRAS}
+        with path.open("wb") as file:
+            np.savez(file, **{name: self.logits}, row_ends=self.row_ends, calls=np.int64(self.calls), **numbers)
 
     @classmethod
     def checked(
@@ -92,8 +127,17 @@ class Dump:
             local_topk = default_local_topk(topk, world_size)
         check_topk(topk, local_topk)
         row_ends = _row_ends(arrays, world_size, rows, columns)
-        dump = cls(logits, row_ends, topk, interleave, local_topk)
+        extras = {name: _number(arrays, name, None, default) for name, default in EXTRAS.items()}
+        dump = cls(logits, row_ends, topk, interleave, local_topk, _calls(arrays, rows), **extras)
         check_positions(columns, dump.layout, interleave, world_size)
+        # The next two tags must not be 0, which a new exchange's slots hold.
+        require(0 <= dump.epoch < (1 << 32) - 2, f"epoch {dump.epoch}: must be in 0..2**32 - 3")
+        require(
+            dump.block_size >= 0 and dump.block_size % interleave == 0,
+            f"block_size {dump.block_size}: must be a multiple of interleave {interleave}, or 0",
+        )
+        require(dump.lists in (0, 1), f"lists {dump.lists}: must be 0 or 1")
+        require(not (dump.lists and dump.block_size), "lists with a block_size: local top-Ks are not merged to KV rows")
         return dump
 
 
@@ -110,7 +154,7 @@ def load_dump(
         with path.open("rb") as file:
             require(zipfile.is_zipfile(file), "not an npz file (numpy.savez writes one)")
         with np.load(path, allow_pickle=False) as file:
-            wanted = {*LOGITS, "row_ends", "topk", "interleave", "local_topk"}
+            wanted = {*LOGITS, "row_ends", "topk", "interleave", "local_topk", "calls", *EXTRAS}
             arrays = {name: file[name] for name in file.files if name in wanted}
             names = {name: arrays.get(name, np.empty(0)) for name in file.files}
         return Dump.checked(arrays if arrays.keys() & LOGITS else names, topk, interleave, local_topk)
@@ -147,6 +191,16 @@ def _row_ends(arrays: Mapping[str, np.ndarray], world_size: int, rows: int, colu
     low, high = int(ends.min()), int(ends.max())
     require(0 <= low and high <= columns, f"row_ends from {low} to {high}: must lie in 0..{columns} (the positions)")
     return ends.astype(np.int32)
+
+
+def _calls(arrays: Mapping[str, np.ndarray], rows: int) -> tuple[int, ...]:
+    calls = arrays.get("calls", np.empty(0, dtype=np.int64))
+    require(
+        np.issubdtype(calls.dtype, np.integer) and calls.ndim == 1 and (calls > 0).all(),
+        f"calls is {calls.dtype} {list(calls.shape)}: must be a list of whole numbers above 0",
+    )
+    require(not calls.size or calls.sum() == rows, f"calls have {calls.sum()} rows in all: must be {rows}")
+    return tuple(calls.tolist())
 
 
 @contextmanager

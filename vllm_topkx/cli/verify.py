@@ -13,7 +13,7 @@ import numpy as np
 
 from ..ops.reference import reference_topk, same_sets
 from .dump import Dump, load_dump, writable
-from .merge_dump import BACKENDS, Advance, chunks, default_backend, merge_dump
+from .merge_dump import BACKENDS, Advance, MergedDump, chunks, default_backend, merge_dump
 from .progress import progress
 
 REFERENCE_ROWS = 16  # rows between two signs of progress
@@ -27,6 +27,8 @@ DUMP.npz (numpy.savez) holds, for W ranks, T query rows and L positions a rank:
   row_ends     [W, T], optional: position j is a candidate when j < row end; default L
   topk, interleave, local_topk   whole numbers, optional where the option is given;
                interleave defaults to 1, local_topk to what the exchange would choose
+  block_size, calls, epoch, lists   optional, as `fuzz` writes them: KV rows are checked,
+               too; rows of each call; calls of the rows before; 1: from local top-Ks
 IDS.npz gets ids [W, T, K] int32, saturated [T] int32 (bit r: rank r took part in
 round 2) and reference [T, K] int32.
 
@@ -69,10 +71,15 @@ class Verdict:
 
     mismatches: list[Mismatch]
     order_differs: list[int]  # rows that the ranks give in different orders
+    kv_rows_differ: list[int]  # rows whose KV rows or count are not those of the rank's ids
 
     @property
     def ok(self) -> bool:
-        return not self.mismatches and not self.order_differs
+        return not self.mismatches and not self.order_differs and not self.kv_rows_differ
+
+    @property
+    def wrong_rows(self) -> list[int]:
+        return sorted({m.row for m in self.mismatches} | {*self.order_differs} | {*self.kv_rows_differ})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,15 +88,15 @@ def run(args: argparse.Namespace) -> int:
     with writable(args.out, args.dump) as out:
         started = time.monotonic()
         with progress("merging rows", dump.rows) as advance:
-            ids, saturated = merge_dump(dump, backend, advance=advance)
+            merged = merge_dump(dump, backend, advance=advance)
         seconds = time.monotonic() - started
         with progress("sorting rows", dump.rows) as advance:
             reference = sort_dump(dump, advance)
-        verdict = compare(ids, reference)
+        verdict = compare(dump, merged, reference)
         if out is not None:
             with out.open("wb") as file:
-                np.savez(file, ids=ids, saturated=saturated, reference=reference)
-    (_print_json if args.json else _print_text)(args, dump, backend, saturated, verdict, seconds)
+                np.savez(file, ids=merged.ids, saturated=merged.saturated, reference=reference)
+    (_print_json if args.json else _print_text)(args, dump, backend, merged.saturated, verdict, seconds)
     return 0 if verdict.ok else 1
 
 
@@ -102,15 +109,33 @@ def sort_dump(dump: Dump, advance: Advance = lambda rows: None) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def compare(ids: np.ndarray, reference: np.ndarray) -> Verdict:
-    """Compares each rank's ``ids`` int32 ``[W, T, K]`` with ``reference`` ``[T, K]`` and with each other."""
-    mismatches = []
+def compare(dump: Dump, merged: MergedDump, reference: np.ndarray) -> Verdict:
+    """Compares each rank's ids with ``reference`` int32 ``[T, K]`` and each other, and its KV rows with its ids."""
+    ids, mismatches = merged.ids, []
     for row, rank in np.argwhere(~same_sets(ids, reference).T):
         got, want = Counter(ids[rank, row].tolist()), Counter(reference[row].tolist())
         missing, extra = sorted((want - got).elements()), sorted((got - want).elements())
         mismatches.append(Mismatch(int(row), int(rank), missing, extra))
     order_differs = np.flatnonzero((ids != ids[0]).any(axis=(0, 2)))
-    return Verdict(mismatches, order_differs.tolist())
+    kv_rows_differ = np.flatnonzero(_kv_rows_differ(dump, merged).any(axis=0))
+    return Verdict(mismatches, order_differs.tolist(), kv_rows_differ.tolist())
+
+
+def _kv_rows_differ(dump: Dump, merged: MergedDump) -> np.ndarray:
+    """bool ``[W, T]``: where KV rows are not those of the rank's own ids, in their order, or their count is not."""
+    differ = np.zeros((dump.world_size, dump.rows), dtype=bool)
+    if merged.rows is None:
+        return differ
+    for rank in dump.ranks:
+        (table, requests), ids = dump.kv_map(rank, slice(None)), merged.ids[rank]
+        stretch, inside = np.divmod(ids, dump.interleave)
+        own = (ids >= 0) & (stretch % dump.world_size == rank)
+        block, place = np.divmod(stretch // dump.world_size * dump.interleave + inside, dump.block_size)
+        block = table[requests[:, None], np.where(own, block, 0).clip(0, table.shape[1] - 1)]
+        wanted = np.where(own, block * dump.block_stride + place, -1)
+        wanted = np.take_along_axis(wanted, np.argsort(~own, axis=1, kind="stable"), axis=1)
+        differ[rank] = (merged.rows[rank] != wanted).any(axis=1) | (merged.valid[rank] != own.sum(axis=1))
+    return differ
 
 
 def _print_json(
@@ -133,6 +158,7 @@ def _print_json(
                 "mismatched_rows": sorted({mismatch.row for mismatch in verdict.mismatches}),
                 "mismatches": [asdict(mismatch) for mismatch in verdict.mismatches[:JSON_ROWS]],
                 "order_differs": verdict.order_differs,
+                "kv_rows_differ": verdict.kv_rows_differ,
                 "merge_seconds": round(seconds, 3),
                 "out": None if args.out is None else str(args.out),
             }
@@ -153,17 +179,20 @@ def _print_text(
             f"row {mismatch.row}, rank {mismatch.rank}: missing {_some(mismatch.missing)}, "
             f"extra {_some(mismatch.extra)}"
         )
-    wrong = len({mismatch.row for mismatch in verdict.mismatches})
     if len(verdict.mismatches) > SHOWN_ROWS:
         print(f"... and {len(verdict.mismatches) - SHOWN_ROWS} more")
     if verdict.order_differs:
         print(f"the ranks give different orders in {len(verdict.order_differs)} rows: {_some(verdict.order_differs)}")
+    if verdict.kv_rows_differ:
+        print(
+            f"KV rows are not those of the ids in {len(verdict.kv_rows_differ)} rows: {_some(verdict.kv_rows_differ)}"
+        )
     if args.out is not None:
         print(f"wrote {args.out}")
     if verdict.ok:
         print("OK: all ranks give the exact top-K of every row, in one order")
     else:
-        print(f"MISMATCH: {wrong} of {dump.rows} rows differ from the reference")
+        print(f"MISMATCH: {len(verdict.wrong_rows)} of {dump.rows} rows are wrong")
 
 
 def _some(values: list[int]) -> str:
