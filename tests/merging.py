@@ -1,13 +1,16 @@
-"""What a merge must give, from the CPU backend: shared by the tests of kernels on a GPU and of their PTX."""
+"""What a merge must give: shared by the tests of kernels on a GPU, of their PTX, and of dumps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from vllm_topkx.cli.dump import Dump
 from vllm_topkx.ops.cpu import select as cpu
 from vllm_topkx.ops.layouts import unpack_words
+from vllm_topkx.ops.reference import reference_topk
 from vllm_topkx.ops.spec import KvMap, Merged, MergeSpec
 
 Ranks = Sequence[torch.Tensor]
@@ -57,3 +60,18 @@ def assert_merged(got: Merged, want: Merged) -> None:
     assert torch.equal(got.ids, want.ids)
     assert torch.equal(got.rows, want.rows)
     assert torch.equal(got.valid, want.valid)
+
+
+def saturation(dump: Dump) -> np.ndarray:
+    """What the saturation words must be, by the reference: all N that a rank sent are among the K best sent."""
+    if dump.local_topk == dump.topk:
+        return np.zeros(dump.rows, dtype=np.int32)
+    sent = np.full_like(scores := dump.scores(slice(None)), np.nan)
+    for rank in range(dump.world_size):
+        best = reference_topk(scores[[rank]], dump.row_ends[[rank]], dump.local_topk, interleave=1)
+        for row, places in enumerate(best):
+            sent[rank, row, places[places >= 0]] = scores[rank, row, places[places >= 0]]
+    chosen = reference_topk(sent, dump.row_ends, dump.topk, dump.interleave)
+    owner = np.where(chosen >= 0, chosen // dump.interleave % dump.world_size, -1)
+    counts = np.stack([(owner == rank).sum(-1) for rank in range(dump.world_size)])
+    return ((counts == dump.local_topk) << np.arange(dump.world_size)[:, None]).sum(0).astype(np.int32)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from merging import saturation
 
 from vllm_topkx import release_all
 from vllm_topkx.cli.dump import Dump, load_dump
@@ -67,21 +68,6 @@ def make_dump(
 ) -> Dump:
     arrays = {"logits": logits} if layout == "fp32" else {"logits_bf16": bf16_bits(logits)}
     return Dump.checked({**arrays, "row_ends": ends}, topk, interleave, local_topk)
-
-
-def saturation(dump: Dump) -> np.ndarray:
-    """What the saturation words must be, by the reference: all N that a rank sent are among the K best sent."""
-    if dump.local_topk == dump.topk:
-        return np.zeros(dump.rows, dtype=np.int32)
-    sent = np.full_like(scores := dump.scores(slice(None)), np.nan)
-    for rank in range(dump.world_size):
-        best = reference_topk(scores[[rank]], dump.row_ends[[rank]], dump.local_topk, interleave=1)
-        for row, places in enumerate(best):
-            sent[rank, row, places[places >= 0]] = scores[rank, row, places[places >= 0]]
-    chosen = reference_topk(sent, dump.row_ends, dump.topk, dump.interleave)
-    owner = np.where(chosen >= 0, chosen // dump.interleave % dump.world_size, -1)
-    counts = np.stack([(owner == rank).sum(-1) for rank in range(dump.world_size)])
-    return ((counts == dump.local_topk) << np.arange(dump.world_size)[:, None]).sum(0).astype(np.int32)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "W{}-K{}-N{}-{}-I{}-L{}".format(*case))

@@ -116,43 +116,43 @@ def _merge_loopback(dump: Dump, size: int, advance: Advance) -> MergedDump:
         raise BackendUnavailableError("backend loopback needs a CUDA GPU: this machine has none; use cpu")
     from ..ops.cute.loopback import Loopback
 
-    calls = _calls(dump, size)
+    calls = slices(dump, size)
     most = max(rows.stop - rows.start for rows in calls)
     loopback = Loopback(dump.world_size, most, dump.topk, dump.local_topk, dump.layout.dtype)
     for exchange in loopback.exchanges:
-        _start_at(exchange, dump.epoch)
+        start_at(exchange, dump.epoch)
     done = []
     for rows in calls:
-        inputs = [_on_device(dump.logits[r, rows], dump.row_ends[r, rows], loopback.device) for r in dump.ranks]
-        kv = [_kv_on_device(dump.kv_map(r, rows), dump, loopback.device) for r in dump.ranks]
+        inputs = [on_device(dump.logits[r, rows], dump.row_ends[r, rows], loopback.device) for r in dump.ranks]
+        kv = [kv_on_device(dump.kv_map(r, rows), dump, loopback.device) for r in dump.ranks]
         words = [torch.ops.topkx.local_topk_words(*of_rank, dump.local_topk) for of_rank in inputs]
         if dump.lists:
             ids = [local_lists(*of_rank, dump.topk) for of_rank in inputs]
             loopback.merge_dcp_topk_([scores for scores, _ in inputs], ids, dump.interleave)
-            merged = [_only_ids(of_rank) for of_rank in ids]
+            merged = [only_ids(of_rank) for of_rank in ids]
         else:
             merged = loopback.exchange_merge(words, *zip(*inputs, strict=True), interleave=dump.interleave, kv=kv)
         loopback.synchronize()
-        done.append(MergedDump.of_ranks(dump, torch.stack(words), [_outputs(of_rank) for of_rank in merged]))
+        done.append(MergedDump.of_ranks(dump, torch.stack(words), [outputs(of_rank) for of_rank in merged]))
         advance(rows.stop - rows.start)
     return MergedDump.of_calls(done)
 
 
-def _start_at(exchange: TopkExchange, epoch: int) -> None:
+def start_at(exchange: TopkExchange, epoch: int) -> None:
     """Sets the epochs of a new exchange. In used slots, old words could have the tags that are waited for."""
     if epoch and not exchange.epoch.any():
         for epochs in (exchange.epoch, exchange.list_epoch):
             epochs.fill_(epoch - (epoch >> 31 << 32))
 
 
-def _on_device(logits: np.ndarray, row_ends: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def on_device(logits: np.ndarray, row_ends: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores ``[T, L]`` and row ends ``[T]``; uint16 logits are the bits of bfloat16."""
     scores = torch.from_numpy(logits if logits.dtype == np.float32 else logits.view(np.int16)).to(device)
     scores = scores if logits.dtype == np.float32 else scores.view(torch.bfloat16)
     return scores, torch.from_numpy(row_ends).to(device)
 
 
-def _kv_on_device(kv: tuple[np.ndarray, np.ndarray] | None, dump: Dump, device: torch.device) -> KvMap | None:
+def kv_on_device(kv: tuple[np.ndarray, np.ndarray] | None, dump: Dump, device: torch.device) -> KvMap | None:
     if kv is None:
         return None
     return KvMap(*(torch.from_numpy(array).to(device) for array in kv), dump.block_size, dump.block_stride)
@@ -166,16 +166,16 @@ def local_lists(scores: torch.Tensor, row_ends: torch.Tensor, topk: int) -> torc
     return torch.where(ord != 0, idx, -1).to(torch.int32)[:, order]
 
 
-def _only_ids(ids: torch.Tensor) -> Merged:
+def only_ids(ids: torch.Tensor) -> Merged:
     return replace(empty_outputs(0, ids.shape[1], False, False, ids.device), ids=ids)
 
 
-def _outputs(merged: Merged) -> RankOutputs:
+def outputs(merged: Merged) -> RankOutputs:
     return merged.rows.cpu().numpy(), merged.valid.cpu().numpy(), merged.ids.cpu().numpy()
 
 
 def _merge_on_pool(dump: Dump, size: int, pool: RankPool, all_gather: bool, advance: Advance) -> MergedDump:
-    calls = _calls(dump, size)
+    calls = slices(dump, size)
     # Calls that the dump names follow each other closely; else each is as large as memory allows.
     batches = [calls] if dump.calls else [[rows] for rows in calls]
     settings = replace(dump, logits=dump.logits[:0], row_ends=dump.row_ends[:0])
@@ -214,11 +214,11 @@ def _merge_on_rank(
         exchange = reserve(
             context.group, most, s.topk, local_topk=s.local_topk, dtype=s.layout.dtype, device=context.device
         )
-        _start_at(exchange, s.epoch)
+        start_at(exchange, s.epoch)
     done = []
     for logits, row_ends, table in calls:
-        scores, ends = _on_device(logits, row_ends, device)
-        kv = _kv_on_device(table, s, device)
+        scores, ends = on_device(logits, row_ends, device)
+        kv = kv_on_device(table, s, device)
         numbers = (s.topk, s.local_topk, s.interleave)
         kv_args = {} if kv is None else vars(kv)
         words = torch.ops.topkx.local_topk_words(scores, ends, s.local_topk)
@@ -228,11 +228,11 @@ def _merge_on_rank(
         elif s.lists:
             ids, place = local_lists(scores, ends, s.topk), (s.topk, context.rank, context.world_size, s.interleave)
             torch.ops.topkx.merge_dcp_topk_(scores, ids, *place, group=group, local_topk=s.local_topk)
-            merged = _only_ids(ids)
+            merged = only_ids(ids)
         else:
             place = (group, context.world_size)
             merged = Merged(*torch.ops.topkx.exchange_merge(words, scores, ends, *place, *numbers, **kv_args))
-        done.append((words.cpu().numpy(), _outputs(merged)))
+        done.append((words.cpu().numpy(), outputs(merged)))
     return done
 
 
@@ -244,7 +244,7 @@ def chunk_rows(dump: Dump) -> int:
     return max(1, min(Settings.from_env().max_rows, MEMORY // (dump.world_size * (exchange + keys))))
 
 
-def _calls(dump: Dump, size: int) -> list[slice]:
+def slices(dump: Dump, size: int) -> list[slice]:
     """The rows of each call; ``size`` is the most where the dump does not say."""
     if not dump.calls:
         return chunks(dump.rows, size)
