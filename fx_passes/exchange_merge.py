@@ -11,7 +11,6 @@ import sympy
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.pattern_matcher import is_mutation_op
 
 from ..ops.checks import check_logits, check_world
 from ..ops.errors import ExchangeTimeoutError, TopkxError
@@ -21,7 +20,7 @@ from ..settings import Settings
 from .cache_key import pass_uuid
 from .exchange_order import order_exchanges
 from .gather_layout import AllGather, LayoutTracker, UnknownLayoutError
-from .nodes import Call, insert_call, op_name, replace_outputs, tensor_of, topkx_call, value_of
+from .nodes import Call, insert_call, may_write, op_name, replace_outputs, tensor_of, topkx_call, value_of
 
 log = logging.getLogger("vllm_topkx.fx_passes")
 
@@ -191,6 +190,10 @@ def _check_rescue(select: Call, rescue: Call, words: Call) -> None:
     for index, name in enumerate(("rows", "valid", "ids", "saturation")):
         own = any(i == index and node is rescue.args[name] for i, node in select.outputs() or [])
         _require(own, f"topk_rescue gets other {name} than topk_select gives")
+    node = select.node.next
+    while node is not rescue.node:  # the exchange reads once what these read twice
+        _require(not may_write(node), f"{node.name} between topk_select and topk_rescue may change what both read")
+        node = node.next
 
 
 def _check_users(select: Call, rescue: Call | None, words: Call, between: list[fx.Node]) -> None:
@@ -211,11 +214,9 @@ def _check_users(select: Call, rescue: Call | None, words: Call, between: list[f
 
 def _may_change(user: fx.Node, tensor: fx.Node) -> bool:
     """Whether ``user`` writes to ``tensor`` or gives a view of it, through which something may (Dynamo graphs)."""
-    if topkx_call(user) is not None:
-        return False
     value, own = tensor_of(user), tensor_of(tensor)
     is_view = value is not None and own is not None and value.untyped_storage()._cdata == own.untyped_storage()._cdata
-    return is_view or is_mutation_op(user)
+    return is_view or may_write(user)
 
 
 def _merge_args(select: Call, rescue: Call | None, words: Call, all_gather: AllGather) -> dict[str, Any]:
@@ -241,7 +242,8 @@ def _check_exchange(select: Call, all_gather: AllGather, args: dict[str, Any], m
     try:
         # What exchange_merge refuses and the ops of a chain without rescue do not.
         check_world(world_size)
-        check_logits(logits, args["interleave"], world_size)
+        of_scores = check_logits(logits, args["interleave"], world_size).name
+        _require(of_scores == layout, f"topk_select reads words in layout {layout}, these are {of_scores}")
         exchange = require_exchange(
             args["group"], world_size, device, rows, args["topk"], args["local_topk"], layout, args["lane"]
         )

@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._inductor.pattern_matcher import is_mutation_op
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 _FUNCTIONALIZED = (
     torch.ops.higher_order.auto_functionalized,
     torch.ops.higher_order.auto_functionalized_v2,
 )
+#: ``x[i] = y``, ``x += y`` ... as Dynamo writes them.
+_WRITING_OPERATORS = {operator.setitem} | {
+    getattr(operator, f"__i{name}__")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+}
 #: What a replacement keeps of the node that it replaces: where it came from, and its stream.
 _KEPT_META = ("stack_trace", "nn_module_stack", "custom")
 
@@ -55,6 +61,19 @@ def op_name(node: fx.Node) -> str:
         return "getitem"
     name = getattr(target, "__name__", "")
     return f"aten::{name}" if getattr(torch, name, None) is target else ""
+
+
+def may_write(node: fx.Node) -> bool:
+    """Whether ``node`` may write to a tensor that it is given; which exchanges do only to what orders them."""
+    target, call = node.target, topkx_call(node)
+    if call is not None:
+        return mutated_args(call.op) not in ([], ["order"])
+    if isinstance(target, OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads() if not name.endswith("out")]
+        return node.kwargs.get("out") is not None or any(op._schema.is_mutable for op in overloads)
+    if isinstance(target, HigherOrderOperator):
+        return target not in _FUNCTIONALIZED
+    return target in _WRITING_OPERATORS or is_mutation_op(node)
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,10 @@ def aot_eager(
     run_pass = ExchangeMergePass() if graph_pass is None else graph_pass
 
     def compile_graph(gm: fx.GraphModule, _: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        run_pass(gm.graph)
-        gm.recompile()
+        for module in gm.modules():
+            if isinstance(module, fx.GraphModule):  # it, and nested regions, as in Inductor
+                run_pass(module.graph)
+                module.recompile()
         return make_boxed_func(gm.forward)
 
     return aot_autograd(fw_compiler=compile_graph)(gm, example_inputs)

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vllm_topkx.fx_passes import aot_eager
+from vllm_topkx.fx_passes import ExchangeMergePass, aot_eager
 from vllm_topkx.fx_passes.nodes import topkx_call
 from vllm_topkx.ops import exchange as exchanges
 
 W, K, N, T, L = 2, 8, 4, 5, 40
 R = 2 * N  # words of a row, layout fp32
+Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 class StubExchange(exchanges.TopkExchange):
@@ -114,3 +116,54 @@ def text(gm: fx.GraphModule) -> str:
         else:
             lines.append(f"{names[node]} = {op.removesuffix('.default')}({', '.join(args)})")
     return "\n".join(lines) + "\n"
+
+
+# The all-gather form, and what the pass makes of it
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def all_gather(words: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    gathered = funcol.all_gather_tensor(words, 0, dist.group.WORLD)
+    # What all_gather_tensor itself does for other dimensions, into which Dynamo of torch 2.11 cannot trace.
+    return gathered if dim == 0 else torch.cat(torch.chunk(gathered, W, dim=0), dim=dim)
+
+
+def by_rows(words: torch.Tensor) -> torch.Tensor:
+    return all_gather(words).view(W, -1, R)
+
+
+def merge(logits, row_ends, group, gather: Gather = by_rows, topk=K, local_topk=N, rank=0, rescue=True, lane=0, **kv):
+    """The NCCL form; returns rows, valid, ids."""
+    words = torch.ops.topkx.local_topk_words(logits, row_ends, local_topk)
+    gathered = gather(words)
+    rows, valid, ids, saturation = torch.ops.topkx.topk_select(gathered, rank, topk, local_topk, 1, "fp32", **kv)
+    if not rescue:
+        return rows, valid, ids
+    spec = (group, rank, topk, local_topk, 1)
+    return torch.ops.topkx.topk_rescue(gathered, saturation, rows, valid, ids, logits, row_ends, *spec, **kv, lane=lane)
+
+
+def ids_of(group: str, gather: Gather = by_rows, **options) -> Callable[..., torch.Tensor]:
+    return lambda logits, row_ends: merge(logits, row_ends, group, gather, **options)[2]
+
+
+def rewrite(gm: fx.GraphModule, **options) -> tuple[str, ExchangeMergePass]:
+    """The graph after the pass, which must be the same after a second one."""
+    merge_pass = ExchangeMergePass(**options)
+    merge_pass(gm.graph)
+    after = text(gm)
+    ExchangeMergePass(**options)(gm.graph)
+    assert text(gm) == after
+    return after, merge_pass
+
+
+def reason_of(gm: fx.GraphModule, **options) -> str:
+    """The one reason that the pass leaves the one chain of a graph alone."""
+    before = text(gm)
+    after, merge_pass = rewrite(gm, **options)
+    assert after == before and merge_pass.rewritten == 0
+    assert list(merge_pass.left_alone.values()) == [1]
+    return next(iter(merge_pass.left_alone))

@@ -17,7 +17,27 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from expecttest import assert_expected_inline
-from fx_helpers import K, L, N, R, T, W, fake_group, inputs, stub_exchange, text, trace
+from fx_helpers import (
+    Gather,
+    K,
+    L,
+    N,
+    R,
+    T,
+    W,
+    all_gather,
+    by_rows,
+    fake_group,
+    ids_of,
+    inputs,
+    ints,
+    merge,
+    reason_of,
+    rewrite,
+    stub_exchange,
+    text,
+    trace,
+)
 from hypothesis import strategies
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -38,48 +58,6 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with fake_group() as name:
         stub_exchange()
         yield name
-
-
-def ints(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int32)
-
-
-Gather = Callable[[torch.Tensor], torch.Tensor]
-
-
-def all_gather(words: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    gathered = funcol.all_gather_tensor(words, 0, dist.group.WORLD)
-    # What all_gather_tensor itself does for other dimensions, into which Dynamo of torch 2.11 cannot trace.
-    return gathered if dim == 0 else torch.cat(torch.chunk(gathered, W, dim=0), dim=dim)
-
-
-def by_rows(words: torch.Tensor) -> torch.Tensor:
-    return all_gather(words).view(W, -1, R)
-
-
-def merge(logits, row_ends, group, gather: Gather = by_rows, topk=K, local_topk=N, rank=0, rescue=True, lane=0, **kv):
-    """The NCCL form; returns rows, valid, ids."""
-    words = ops.local_topk_words(logits, row_ends, local_topk)
-    gathered = gather(words)
-    rows, valid, ids, saturation = ops.topk_select(gathered, rank, topk, local_topk, 1, "fp32", **kv)
-    if not rescue:
-        return rows, valid, ids
-    spec = (group, rank, topk, local_topk, 1)
-    return ops.topk_rescue(gathered, saturation, rows, valid, ids, logits, row_ends, *spec, **kv, lane=lane)
-
-
-def ids_of(group: str, gather: Gather = by_rows, **options) -> Callable[..., torch.Tensor]:
-    return lambda logits, row_ends: merge(logits, row_ends, group, gather, **options)[2]
-
-
-def rewrite(gm: fx.GraphModule, **options) -> tuple[str, ExchangeMergePass]:
-    """The graph after the pass, which must be the same after a second one."""
-    merge_pass = ExchangeMergePass(**options)
-    merge_pass(gm.graph)
-    after = text(gm)
-    ExchangeMergePass(**options)(gm.graph)
-    assert text(gm) == after
-    return after, merge_pass
 
 
 # Before and after
@@ -526,15 +504,6 @@ def test_only_the_right_order_is_accepted(data: strategies.DataObject) -> None:
 
 
 # Left alone
-
-
-def reason_of(gm: fx.GraphModule, **options) -> str:
-    """The one reason that the pass leaves the one chain of a graph alone."""
-    before = text(gm)
-    after, merge_pass = rewrite(gm, **options)
-    assert after == before and merge_pass.rewritten == 0
-    assert list(merge_pass.left_alone.values()) == [1]
-    return next(iter(merge_pass.left_alone))
 
 
 OTHER_ORDERS: dict[str, tuple[Gather, str]] = {
