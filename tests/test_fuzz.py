@@ -21,6 +21,7 @@ from vllm_topkx.cli.fuzz_shrink import shrink, with_columns, with_rows
 from vllm_topkx.cli.fuzz_sort import sort_on_device
 from vllm_topkx.cli.merge_dump import MergedDump
 from vllm_topkx.cli.verify import compare, sort_dump
+from vllm_topkx.ops.layouts import exchange_bytes
 
 
 def test_a_seed_and_a_number_are_one_configuration() -> None:
@@ -53,6 +54,8 @@ def test_configurations_reach_every_corner() -> None:
                 "256 rows in a call": max(dump.calls) > 200,
             }
         )
+        bytes_a_rank = exchange_bytes(dump.world_size, max(dump.calls), dump.topk, dump.local_topk, dump.layout.name)
+        assert dump.world_size * bytes_a_rank < 1 << 30
     missing = [name for name, times in seen.items() if not times]
     assert missing == [] and {f"world size {w}" for w in set(fuzz.CPU_WORLD_SIZES)} <= seen.keys()
 

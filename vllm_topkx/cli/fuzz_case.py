@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..ops.layouts import BF16, FP32, LAYOUTS, default_local_topk
+from ..ops.layouts import BF16, FP32, LAYOUTS, default_local_topk, exchange_bytes
 from .dump import Dump
 from .hostile import HOSTILE, bf16_bits, stacked
 
 #: A whole number from ``low`` to ``high``, both included: of a seeded generator, or of hypothesis.
 Choose = Callable[[int, int], int]
 WRAP = 1 << 32  # of epochs
+#: An exchange has K // N lists of K candidates a row: with N = 1 and a large K, more memory than there is.
+MOST_RESCUE_SLOTS = 64
+MEMORY = 1 << 28  # bytes of the exchanges of all ranks
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,11 @@ class Limits:
 
 
 def choose_shape(choose: Choose, world_sizes: Sequence[int], most_topk: int) -> Shape:
-    """Any shape; N is often K, the default, one, or so small that several ranks are saturated."""
+    """Any shape; N is often K, the default, as small as may be, or so small that several ranks are saturated."""
     world_size = _one_of(choose, world_sizes)
     topk = choose(1, _one_of(choose, [size for size in (8, 64, 300, 2048) if size <= most_topk]))
-    kinds = [topk, 1, default_local_topk(topk, world_size), min(topk, topk // world_size + 1), choose(1, topk)]
+    least = -(-topk // MOST_RESCUE_SLOTS)
+    kinds = [topk, least, default_local_topk(topk, world_size), min(topk, topk // world_size + 1), choose(least, topk)]
     return Shape(world_size, topk, _one_of(choose, kinds), _one_of(choose, list(LAYOUTS)))
 
 
@@ -55,7 +59,9 @@ def choose_dump(choose: Choose, shape: Shape, limits: Limits) -> Dump:
     form = choose(0, 4)
     block_size, lists = interleave * max(form - 1, 0), int(form == 0)  # local top-Ks; ids; or ids and KV rows
     columns = choose(1, _one_of(choose, (min(limits.columns, 2 * shape.topk), limits.columns)))
-    most = max(1, min(limits.rows, limits.candidates // (shape.world_size * max(columns, shape.local_topk))))
+    row_bytes = exchange_bytes(shape.world_size, 1, shape.topk, shape.local_topk, shape.layout)
+    most = limits.candidates // (shape.world_size * max(columns, shape.local_topk))
+    most = max(1, min(limits.rows, most, MEMORY // (shape.world_size * row_bytes)))
     calls = tuple(choose(1, most) for _ in range(choose(1, limits.calls)))
     epoch = _one_of(choose, (0, WRAP - choose(3, 10), WRAP // 2 - choose(1, 8)))  # the wrap, and that of int32
     makers = list(HOSTILE)
