@@ -32,7 +32,7 @@ LINE_EVERY_S = 30.0
 CPU_WORLD_SIZES = (2, 2, 2, 3, 3, 4, 4, 5, 8, 11, 16)
 CPU_LIMITS = Limits(calls=16, rows=256, columns=600, candidates=1 << 17)
 GPU_LIMITS = Limits(calls=8, rows=256, columns=6000, candidates=1 << 21)
-#: Few, as each takes a minute to compile. Shapes of one world size differ in N, so that their exchanges can
+#: Few, as each is compiled. Shapes of one world size differ in N, so that their exchanges can
 #: stay reserved together.
 GPU_SHAPES = [
     Shape(2, 2048, default_local_topk(2048, 2), "fp32"),
