@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,7 @@ BACKENDS = ("cpu", "cuda", "loopback", "nccl")
 #: Bytes that all ranks together may take at once beside the dump; decides the rows of a chunk.
 MEMORY = 2 << 30
 Advance = Callable[[int], None]
+_started: weakref.WeakSet[TopkExchange] = weakref.WeakSet()
 
 
 def default_backend(world_size: int) -> str:
@@ -140,7 +142,8 @@ def _merge_loopback(dump: Dump, size: int, advance: Advance) -> MergedDump:
 
 def start_at(exchange: TopkExchange, epoch: int) -> None:
     """Sets the epochs of a new exchange. In used slots, old words could have the tags that are waited for."""
-    if epoch and not exchange.epoch.any():
+    if exchange not in _started:
+        _started.add(exchange)
         for epochs in (exchange.epoch, exchange.list_epoch):
             epochs.fill_(epoch - (epoch >> 31 << 32))
 
@@ -192,8 +195,8 @@ def _merge_on_pool(dump: Dump, size: int, pool: RankPool, all_gather: bool, adva
                 raise error.error from None
             raise
         for of_ranks in zip(*answers, strict=True):
-            words, outputs = zip(*of_ranks, strict=True)
-            done.append(MergedDump.of_ranks(dump, torch.from_numpy(np.stack(words)), outputs))
+            words, merged = zip(*of_ranks, strict=True)
+            done.append(MergedDump.of_ranks(dump, torch.from_numpy(np.stack(words)), merged))
             advance(len(done[-1].saturated))
     return MergedDump.of_calls(done)
 
