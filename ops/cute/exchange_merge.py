@@ -8,7 +8,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from .block_select import BlockSelect
-from .local_topk import LogitsSelector
 from .outputs import MergeSink, Outputs
 from .peers import Peers
 from .primitives import WARP, Divisor, SmemAllocator, exchange_word, store_words
@@ -112,15 +111,13 @@ class ExchangeMerge:
         out = Outputs(out_ids, block_table, req_id, rows, valid, Divisor(*block_size), block_stride)
         smem = SmemAllocator()
         select = BlockSelect.allocate(smem, shape.threads, measured=True)
-        stage, selector, rescue, bits = None, None, None, None
+        stage, rescue, bits = None, None, None
         if const_expr(shape.rescues or not self.from_words):
             bits = score_bits(logits, shape.fp32)
         if const_expr(shape.rescues or not (self.from_words or self.direct)):
             stage = WordStage.allocate(smem, shape.topk, shape.fp32, shape.threads)
         if const_expr(shape.rescues):
-            if const_expr(self.from_words):
-                selector = LogitsSelector.allocate(smem, shape.threads, shape.fp32)
-            rescue = RowRescue(peers, select, stage, selector, list_epoch, watch)
+            rescue = RowRescue(peers, select, stage, self.from_words, list_epoch, watch)
         # Nothing is stored before the grid that merged the call before has completed: its slots are then free.
         cute.arch.griddepcontrol_wait()
 
@@ -158,7 +155,8 @@ class ExchangeMerge:
                     sink.pad(total)
                 else:
                     if const_expr(self.from_words):
-                        own = LogitsSource.of_row(bits, row_ends, row, shape.fp32, shape.threads)
+                        # A score below the threshold of round 1 is below that of round 2.
+                        own = LogitsSource.of_row(bits, row_ends, row, high, shape.fp32, shape.threads)
                     else:
                         own = self.own_list(bits, topk_indices, row_starts, row)
                     rescue.run(source, own, saturated, row, request, out)

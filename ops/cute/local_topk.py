@@ -25,15 +25,10 @@ class LogitsSelector:
     select: BlockSelect
     fp32: bool
 
-    @classmethod
-    def allocate(cls, smem: SmemAllocator, threads: int, fp32: bool) -> LogitsSelector:
-        return cls(BlockSelect.allocate(smem, threads, measured=False), fp32)
-
     @cute.jit
-    def run(self, bits: cute.Tensor, end: Int32, stage: WordStage) -> None:
-        """Fills ``stage`` with the best ``stage.n`` of ``bits[:end]``; it can be read after this returns."""
+    def run(self, source: LogitsSource, stage: WordStage) -> None:
+        """Fills ``stage`` with the best ``stage.n`` of ``source``; it can be read after this returns."""
         stage.clear()
-        source = LogitsSource(bits, end, self.fp32, self.select.threads)
         ords = cute.make_rmem_tensor(source.items, Uint32)
         positions = cute.make_rmem_tensor(source.items, Uint32)
         ord_bits = Int32(32 if self.fp32 else 16)
@@ -76,14 +71,15 @@ class LocalTopkWords:
         tid, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         smem = SmemAllocator()
-        selector = LogitsSelector.allocate(smem, THREADS, self.fp32)
+        selector = LogitsSelector(BlockSelect.allocate(smem, THREADS, measured=False), self.fp32)
         stage = WordStage.allocate(smem, self.n, self.fp32, THREADS)
         cute.arch.griddepcontrol_wait()  # the logits may come from the kernel before
         cute.arch.griddepcontrol_launch_dependents()
         end, columns = row_ends[row], logits.shape[1]
         if (end < 0) | (end > columns):
             Watch(record, Int64(0)).fail(row, columns, Uint32(end), 0)
-        selector.run(score_bits(logits, self.fp32)[row, None], end, stage)
+        bits = score_bits(logits, self.fp32)[row, None]
+        selector.run(LogitsSource(bits, end, Uint32(1), self.fp32, THREADS), stage)
         staged = stage.stage
         for i in cutlass.range(tid, stage.words, THREADS):
             words[row, i] = Int32(staged[i])

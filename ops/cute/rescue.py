@@ -30,9 +30,9 @@ class RowRescue:
 
     Attributes:
         peers: where lists are pushed.
-        select: shared memory of the second selection.
+        select: shared memory of the selections.
         stage: shared memory for a row of K candidates.
-        selector: of this rank's best K of its logits; None when the caller brought them.
+        from_logits: whether this rank's list is chosen from its logits; else the caller brought it.
         list_epoch: int32 ``[slots, capacity]``, times each list was used.
         watch: the time limit.
     """
@@ -40,15 +40,15 @@ class RowRescue:
     peers: Peers
     select: BlockSelect
     stage: WordStage
-    selector: LogitsSelector | None
+    from_logits: bool
     list_epoch: cute.Tensor
     watch: Watch
 
     @cute.jit
     def stage_list(self, own: LogitsSource | ListSource) -> None:
         """This rank's list into the stage: the best K by ascending position, or the caller's K in his order."""
-        if const_expr(self.selector is not None):
-            self.selector.run(own.bits, own.end, self.stage)
+        if const_expr(self.from_logits):
+            LogitsSelector(self.select, self.peers.shape.fp32).run(own, self.stage)
         else:
             stage_all(own, self.stage)
 
@@ -181,7 +181,7 @@ class TopkRescue:
             Peers(shape, bases, rank, list_epoch.shape[1]),
             BlockSelect.allocate(smem, shape.threads, measured=True),
             WordStage.allocate(smem, shape.topk, shape.fp32, shape.threads),
-            LogitsSelector.allocate(smem, shape.threads, shape.fp32),
+            True,
             list_epoch,
             Watch(record, timeout_ns),
         )
@@ -192,6 +192,6 @@ class TopkRescue:
             saturated = Uint32(saturation[row])
             if saturated != 0:
                 words = RankWords.gathered(shape, gathered, row, Divisor(*interleave))
-                own = LogitsSource.of_row(bits, row_ends, row, shape.fp32, shape.threads)
+                own = LogitsSource.of_row(bits, row_ends, row, Uint32(1), shape.fp32, shape.threads)
                 rescue.run(words, own, saturated, row, out.request(row), out)
                 cute.arch.sync_threads()  # the next row uses the same shared memory

@@ -43,18 +43,22 @@ class LogitsSource:
     Args:
         bits: ``[L]``, the row's bits.
         end: its valid positions.
+        floor: scores below this ord are left out, at least 1.
         threads: of the block.
     """
 
     bits: cute.Tensor
     end: Int32
+    floor: Uint32
     fp32: bool
     threads: int
 
     @classmethod
-    def of_row(cls, bits: cute.Tensor, row_ends: cute.Tensor, row: Int32, fp32: bool, threads: int) -> LogitsSource:
+    def of_row(
+        cls, bits: cute.Tensor, row_ends: cute.Tensor, row: Int32, floor: Uint32, fp32: bool, threads: int
+    ) -> LogitsSource:
         """Row ``row``, cut to the columns there are; ``local_topk_words`` is what refuses a row end."""
-        return cls(bits[row, None], cutlass.min(row_ends[row], bits.shape[1]), fp32, threads)
+        return cls(bits[row, None], cutlass.min(row_ends[row], bits.shape[1]), floor, fp32, threads)
 
     @property
     def items(self) -> int:
@@ -81,6 +85,7 @@ class LogitsSource:
         for i in cutlass.range_constexpr(self.items):
             j = first + i * WARP
             ord = score_ord(ords[i], self.fp32) if j < self.end else Uint32(0)
+            ord = Uint32(0) if ord < self.floor else ord
             ords[i] = ord
             positions[i] = Uint32(j) if ord != 0 else Uint32(0)
 
