@@ -6,16 +6,16 @@ import functools
 import hashlib
 from pathlib import Path
 
+from .. import settings
 from .._version import __version__
 from ..ops import definitions
 from ..ops.exchange import reserved
-from ..settings import Settings
 
 
 @functools.cache
 def _source_hash() -> str:
-    """Of the passes, and of the ops that they call."""
-    folders = (Path(__file__).parent, Path(definitions.__file__).parent)
+    """Of the passes, of the ops that they call, and of the plugin, which defines one of these and splits at it."""
+    folders = (Path(__file__).parent, Path(definitions.__file__).parent, Path(settings.__file__).parent / "plugin")
     hasher = hashlib.sha256()
     for path in sorted(path for folder in folders for path in folder.glob("*.py")):
         hasher.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -27,5 +27,5 @@ def pass_uuid(name: str, *options: object) -> str:
 
     Without the exchanges, a cached graph that was compiled before a ``reserve()`` would be used after it.
     """
-    state = (name, __version__, _source_hash(), options, Settings.from_env(), reserved())
+    state = (name, __version__, _source_hash(), options, settings.Settings.from_env(), reserved())
     return hashlib.sha256(repr(state).encode()).hexdigest()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ..ops.checks import check_logits, check_world
 from ..ops.errors import ExchangeTimeoutError, TopkxError
@@ -20,9 +18,8 @@ from ..settings import Settings
 from .cache_key import pass_uuid
 from .exchange_order import order_exchanges
 from .gather_layout import AllGather, LayoutTracker, UnknownLayoutError
+from .left_alone import LeftAlone, RewritingPass, log, require
 from .nodes import Call, insert_call, may_write, op_name, replace_outputs, tensor_of, topkx_call, value_of
-
-log = logging.getLogger("vllm_topkx.fx_passes")
 
 IDS, SATURATION = 2, 3  # of the outputs rows, valid, ids, saturation
 #: What ``topk_select`` and ``topk_rescue`` must agree on.
@@ -31,17 +28,6 @@ _SHARED = (
     *("block_table", "req_id", "block_size", "block_stride"),
 )
 _CONSTANT = ("rank", "topk", "local_topk", "interleave")
-#: What was logged in this process, as select's name and the reason.
-_logged: set[tuple[str, str]] = set()
-
-
-class _LeftAlone(Exception):
-    """Why a chain is not rewritten."""
-
-
-def _require(condition: object, reason: str) -> None:
-    if not condition:
-        raise _LeftAlone(reason)
 
 
 @dataclass
@@ -76,7 +62,7 @@ class Chain:
             graph.erase_node(node)
 
 
-class ExchangeMergePass(CustomGraphPass):
+class ExchangeMergePass(RewritingPass):
     """Rewrites all-gather, select and rescue to one ``topkx::exchange_merge``::
 
         words = local_topk_words(logits, row_ends, N)
@@ -98,67 +84,65 @@ class ExchangeMergePass(CustomGraphPass):
         max_rows: the caller's promise that no call has more rows, for graphs whose row count is symbolic
             (vLLM's compile range). Without it, the bound that tracing knows counts
             (``torch._dynamo.mark_dynamic(x, 0, max=...)``).
+        early: whether a later pass meets the parts of the graph again. It will order the exchanges, and say
+            which chains stay.
 
     Attributes:
         rewritten: chains rewritten so far.
         left_alone: chains left alone so far, by reason.
     """
 
-    def __init__(self, max_rows: int | None = None) -> None:
-        self.max_rows = max_rows
-        self.rewritten = 0
-        self.left_alone: Counter[str] = Counter()
+    LEFT_ALONE = "%s keeps its all-gather: %s"
+
+    def __init__(self, max_rows: int | None = None, early: bool = False) -> None:
+        super().__init__()
+        self.max_rows, self.early = max_rows, early
 
     def uuid(self) -> str:
-        return pass_uuid("ExchangeMergePass", self.max_rows)
+        return pass_uuid("ExchangeMergePass", self.max_rows, self.early)
 
     def __call__(self, graph: fx.Graph) -> None:
         layouts, rewritten = LayoutTracker(), 0
         off = Settings.from_env().mode == "0"
         for node in [node for node in graph.nodes if op_name(node) == "topkx::topk_select"]:
             try:
-                _require(not off, "VLLM_TOPKX=0")
+                require(not off, "VLLM_TOPKX=0")
                 match_chain(node, layouts, self.max_rows).replace()
                 rewritten += 1
-            except _LeftAlone as left:
-                self._leave_alone(node, str(left))
+            except LeftAlone as left:
+                self.leave_alone(node, str(left), logging.DEBUG if self.early else logging.WARNING)
         self.rewritten += rewritten
         if rewritten:
             log.info("rewrote %d of the graph's top-K merges to exchanges", rewritten)
-        order_exchanges(graph)
-
-    def _leave_alone(self, select: fx.Node, reason: str) -> None:
-        self.left_alone[reason] += 1
-        if (select.name, reason) not in _logged:
-            _logged.add((select.name, reason))
-            log.warning("%s keeps its all-gather: %s", select.name, reason)
+        if not self.early:
+            order_exchanges(graph)
 
 
 def match_chain(node: fx.Node, layouts: LayoutTracker, max_rows: int | None) -> Chain:
     """The chain that ends in the ``topk_select`` ``node`` and its rescue.
 
     Raises:
-        _LeftAlone: it is not the NCCL form, or the exchange would not give its results.
+        LeftAlone: it is not the NCCL form, or the exchange would not give its results.
     """
     select = topkx_call(node)
     assert select is not None
     constant = all(isinstance(select.args[name], int) for name in _CONSTANT)
-    _require(constant, f"topk_select's {', '.join(_CONSTANT)} are not all constants")
+    require(constant, f"topk_select's {', '.join(_CONSTANT)} are not all constants")
     try:
         gathered = layouts(select.args["gathered"])
     except UnknownLayoutError as error:
-        raise _LeftAlone(str(error)) from None
-    _require(gathered.all_gather is not None, "the words are not all-gathered")
-    _require(gathered.is_select_order(), f"topk_select gets the words as {gathered.dims}, not rank, row, word")
+        raise LeftAlone(str(error)) from None
+    require(gathered.all_gather is not None, "the words are not all-gathered")
+    require(gathered.is_select_order(), f"topk_select gets the words as {gathered.dims}, not rank, row, word")
     words = topkx_call(gathered.words)
     assert words is not None and gathered.all_gather is not None
-    _require(words.args["local_topk"] == select.args["local_topk"], "topk_select and the words differ in local_topk")
+    require(words.args["local_topk"] == select.args["local_topk"], "topk_select and the words differ in local_topk")
 
     rescue = _find_rescue(select)
     if rescue is None:
         # Select alone is exact only when the ranks send all K.
         exact = select.args["local_topk"] == select.args["topk"]
-        _require(exact, "local_topk < topk without topk_rescue is not exact, the exchange would be")
+        require(exact, "local_topk < topk without topk_rescue is not exact, the exchange would be")
     else:
         _check_rescue(select, rescue, words)
     between = layouts.path(select.args["gathered"])
@@ -175,24 +159,24 @@ def match_chain(node: fx.Node, layouts: LayoutTracker, max_rows: int | None) -> 
 
 def _find_rescue(select: Call) -> Call | None:
     outputs = select.outputs()
-    _require(outputs is not None, "the outputs of topk_select are used as a whole")
+    require(outputs is not None, "the outputs of topk_select are used as a whole")
     users = {user for index, output in outputs or [] for user in output.users if index == SATURATION}
     calls = [call for user in users if (call := topkx_call(user)) and call.name == "topkx::topk_rescue"]
-    _require(len(calls) < 2, "one topk_select has several topk_rescue")
+    require(len(calls) < 2, "one topk_select has several topk_rescue")
     return calls[0] if calls else None
 
 
 def _check_rescue(select: Call, rescue: Call, words: Call) -> None:
     for name in _SHARED:
-        _require(rescue.args[name] == select.args[name], f"topk_rescue and topk_select differ in {name}")
+        require(rescue.args[name] == select.args[name], f"topk_rescue and topk_select differ in {name}")
     for name in ("logits", "row_ends"):
-        _require(rescue.args[name] is words.args[name], f"topk_rescue re-reads other {name} than the words are from")
+        require(rescue.args[name] is words.args[name], f"topk_rescue re-reads other {name} than the words are from")
     for index, name in enumerate(("rows", "valid", "ids", "saturation")):
         own = any(i == index and node is rescue.args[name] for i, node in select.outputs() or [])
-        _require(own, f"topk_rescue gets other {name} than topk_select gives")
+        require(own, f"topk_rescue gets other {name} than topk_select gives")
     node = select.node.next
     while node is not rescue.node:  # the exchange reads once what these read twice
-        _require(not may_write(node), f"{node.name} between topk_select and topk_rescue may change what both read")
+        require(not may_write(node), f"{node.name} between topk_select and topk_rescue may change what both read")
         node = node.next
 
 
@@ -200,16 +184,16 @@ def _check_users(select: Call, rescue: Call | None, words: Call, between: list[f
     """What the exchange does not compute may be used in the chain only, and the words it sends stay as they are."""
     chain = {*between, select.node, *([rescue.node] if rescue else [])}
     for user in words.node.users:
-        _require(user in chain or not _may_change(user, words.node), f"{user.name} may change the words in place")
+        require(user in chain or not _may_change(user, words.node), f"{user.name} may change the words in place")
     for node in between:
         others = [user.name for user in node.users if user not in chain]
-        _require(not others, f"{node.name} on the way from the words to topk_select is also used by {others}")
+        require(not others, f"{node.name} on the way from the words to topk_select is also used by {others}")
     for index, output in select.outputs() or []:
         others = [user.name for user in output.users if user not in chain]
         kept = rescue is None and index != SATURATION
-        _require(kept or not others, f"{output.name}, which topk_select gives, is also used by {others}")
+        require(kept or not others, f"{output.name}, which topk_select gives, is also used by {others}")
     if rescue is not None:
-        _require(rescue.outputs() is not None, "the outputs of topk_rescue are used as a whole")
+        require(rescue.outputs() is not None, "the outputs of topk_rescue are used as a whole")
 
 
 def _may_change(user: fx.Node, tensor: fx.Node) -> bool:
@@ -248,13 +232,13 @@ def _check_exchange(select: Call, all_gather: AllGather, args: dict[str, Any], m
             args["group"], world_size, device, rows, args["topk"], args["local_topk"], layout, args["lane"]
         )
     except (TopkxError, ExchangeTimeoutError) as error:
-        raise _LeftAlone(str(error)) from error
+        raise LeftAlone(str(error)) from error
     same = find_group(all_gather.group) is find_group(args["group"])
-    _require(same, f"the all-gather is over group {all_gather.group!r}, topk_rescue over {args['group']!r}")
+    require(same, f"the all-gather is over group {all_gather.group!r}, topk_rescue over {args['group']!r}")
     rank = select.args["rank"]
-    _require(rank == exchange.rank, f"topk_select is for rank {rank}, this process is rank {exchange.rank}")
+    require(rank == exchange.rank, f"topk_select is for rank {rank}, this process is rank {exchange.rank}")
     most = [bound for bound in (_upper_bound(rows), max_rows) if bound is not None]
-    _require(
+    require(
         most and min(most) <= exchange.rows,
         f"up to {min(most) if most else 'any number of'} rows, but the exchange has {exchange.rows} reserved: "
         "reserve more, or bound the rows with torch._dynamo.mark_dynamic(..., max=) or max_rows",

@@ -104,13 +104,18 @@ class Call:
 
 def topkx_call(node: fx.Node) -> Call | None:
     """``node`` as a call of a ``topkx::`` op, or None."""
+    return op_call(node, "topkx")
+
+
+def op_call(node: fx.Node, namespace: str) -> Call | None:
+    """``node`` as a call of an op of ``namespace``, or None."""
     if node.op != "call_function":
         return None
     functionalized = node.target in _FUNCTIONALIZED
     op = node.args[0] if functionalized else node.target
     if isinstance(op, OpOverloadPacket):
-        op = op.default if op._qualified_op_name.startswith("topkx::") else None
-    if not isinstance(op, OpOverload) or op.namespace != "topkx":
+        op = op.default if op._qualified_op_name.startswith(f"{namespace}::") else None
+    if not isinstance(op, OpOverload) or op.namespace != namespace:
         return None
     if not functionalized:
         return Call(node, op, bind(op, node.args, node.kwargs), False)

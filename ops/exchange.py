@@ -247,7 +247,8 @@ def require_exchange(
 def reserved() -> list[str]:
     """One line an exchange: part of what compiled graphs depend on (a pass's ``uuid``)."""
     return sorted(
-        f"{name.group} {name.device.type} lane {name.lane} {exchange.settings}" for name, exchange in _exchanges.items()
+        f"{name.group} of {exchange.world_size} ranks, {name.device.type}, lane {name.lane}, {exchange.settings}"
+        for name, exchange in _exchanges.items()
     )
 
 

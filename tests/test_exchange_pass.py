@@ -42,7 +42,7 @@ from hypothesis import strategies
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from vllm_topkx.fx_passes import ExchangeMergePass, PassSequence, compile_options, exchange_merge
+from vllm_topkx.fx_passes import ExchangeMergePass, PassSequence, compile_options, left_alone
 from vllm_topkx.fx_passes.gather_layout import LayoutTracker, UnknownLayoutError
 from vllm_topkx.fx_passes.nodes import topkx_call
 from vllm_topkx.ops.errors import TopkxError
@@ -54,7 +54,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A group of W ranks with an exchange for K, N reserved."""
-    monkeypatch.setattr(exchange_merge, "_logged", set())
+    monkeypatch.setattr(left_alone, "_logged", set())
     with fake_group() as name:
         stub_exchange()
         yield name
