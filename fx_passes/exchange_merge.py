@@ -227,7 +227,7 @@ def _check_exchange(select: Call, all_gather: AllGather, args: dict[str, Any], m
         # What exchange_merge refuses and the ops of a chain without rescue do not.
         check_world(world_size)
         of_scores = check_logits(logits, args["interleave"], world_size).name
-        _require(of_scores == layout, f"topk_select reads words in layout {layout}, these are {of_scores}")
+        require(of_scores == layout, f"topk_select reads words in layout {layout}, these are {of_scores}")
         exchange = require_exchange(
             args["group"], world_size, device, rows, args["topk"], args["local_topk"], layout, args["lane"]
         )
