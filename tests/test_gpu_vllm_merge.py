@@ -22,7 +22,7 @@ def missing() -> str | None:
         return "vLLM is not installed"
     try:
         from vllm.platforms import current_platform
-    except ImportError as error:
+    except Exception as error:  # an import of vLLM runs much code of others
         return f"vLLM cannot be imported: {error}"
     return None if current_platform.is_cuda() else "vLLM finds no CUDA platform (a part of it is missing)"
 
