@@ -36,7 +36,7 @@ class BlockSelect:
     """Radix selection and placement by one block. Made by :meth:`allocate`.
 
     A pass has a bin a thread, 9 or 10 bits of the keys: after the second the bin of the threshold mostly holds
-    one key. (Ranking the keys of a small bin by comparing each with each was tried: gathering them costs more.)
+    one key. (Ranking the keys of a small bin by comparing each with each costs as much, and is more code.)
 
     Attributes:
         threads: of the block, 512 or 1024.

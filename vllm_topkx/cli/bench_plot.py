@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from ..ops.errors import TopkxError
 from .bench_record import Measurement, Results
 
-#: Panels side by side, and inches of each.
-ACROSS, WIDTH, HEIGHT = 3, 6.4, 5.2
+#: Panels side by side, inches of each, and characters of the title above one.
+ACROSS, WIDTH, HEIGHT, CHARACTERS = 3, 6.4, 5.2, 95
 _MARKERS = "osD^vP*X<>ph"
 #: Far apart, and none like the floors' grey.
 _COLORS = (
@@ -44,7 +45,8 @@ def draw(results: Results, path: Path, kind: str) -> None:
         axes.set_title(title, fontsize="medium")
         _draw_lines(axes, results, measurements)
         _label(axes, sorted({getattr(m, results.across) for m in measurements}), results.across)
-    figure.suptitle(f"vllm-topkx {results.name}: {_machine(results)}", fontsize="small")
+    title = textwrap.fill(f"vllm-topkx {results.name}: {_machine(results)}", round(CHARACTERS * columns))
+    figure.suptitle(title, fontsize="small")
     figure.savefig(path, format=kind, dpi=130)
 
 
