@@ -8,8 +8,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ..ops.checks import check_world
-from ..ops.errors import TopkxError
+from ..ops.checks import WORLD_SIZES
 from ..settings import Settings
 from .cache_key import pass_uuid
 from .left_alone import LeftAlone, RewritingPass, log, require
@@ -87,8 +86,6 @@ def match_indexer(node: fx.Node) -> Call | None:
     if world_size == 1:
         return None
     require(isinstance(world_size, int), "its dcp_world_size is not a constant")
-    try:
-        check_world(world_size)
-    except TopkxError as error:
-        raise LeftAlone(str(error)) from None
+    joined = f"an exchange joins {min(WORLD_SIZES)} to {max(WORLD_SIZES)}"
+    require(world_size in WORLD_SIZES, f"it merges over {world_size} ranks, {joined}")
     return call

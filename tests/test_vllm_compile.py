@@ -6,7 +6,6 @@ import difflib
 import importlib.util
 import os
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -16,6 +15,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
+from wrapping import wrapped
 
 import vllm_topkx
 from vllm_topkx.cli import vllm_cpu
@@ -36,7 +36,10 @@ DYNAMIC = {"x": 0, "row_ends": 0}
 
 
 class Merge(nn.Module):
-    """A merge in all-gather form behind an op at which vLLM splits; ``form`` is the all-gather's."""
+    """A merge in all-gather form behind an op at which vLLM splits; ``form`` is the all-gather's.
+
+    In form ``"around"``, there is such an op between the all-gather and its use, too.
+    """
 
     def __init__(self, form: str, rank: int, group: str, local_topk: int) -> None:
         super().__init__()
@@ -45,7 +48,8 @@ class Merge(nn.Module):
     def forward(self, x: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
         logits = torch.ops.topkx_test.attention(x)
         words = torch.ops.topkx.local_topk_words(logits, row_ends, self.local_topk)
-        if self.form == "vllm":
+        late = torch.ops.topkx_test.attention(x) if self.form == "around" else None
+        if self.form != "c10d":
             gathered = torch.ops.vllm.all_gather(words, 1, W, self.group).view(-1, W, words.shape[1]).movedim(1, 0)
         else:
             gathered = torch.ops._c10d_functional.all_gather_into_tensor(words, W, self.group)
@@ -53,7 +57,8 @@ class Merge(nn.Module):
         merge = (self.rank, K, self.local_topk, INTERLEAVE)
         rows, valid, ids, saturation = torch.ops.topkx.topk_select(gathered, *merge, "fp32")
         args = (gathered, saturation, rows, valid, ids, logits, row_ends, self.group, *merge)
-        return torch.ops.topkx.topk_rescue(*args)[2]
+        ids = torch.ops.topkx.topk_rescue(*args)[2]
+        return ids if late is None else torch.where(late.amax(1, keepdim=True).isnan(), -1, ids)
 
 
 class NoMerge(nn.Module):
@@ -201,7 +206,7 @@ def rewrite(outcomes: list[Outcome], context: int) -> str:
     # torch names groups by the order in which they are made.
     graphs = [graph.replace(repr(outcomes[0].group), "GROUP").splitlines() for graph in rewritten_graph(outcomes)]
     lines = list(difflib.unified_diff(*graphs, n=context, lineterm=""))[3:]
-    return "\n".join(part for line in lines for part in textwrap.wrap(line, 110, subsequent_indent="     "))
+    return wrapped(lines)
 
 
 def test_the_plugin_is_found_and_loads_once(ranks: Ranks) -> None:
@@ -287,8 +292,16 @@ def test_unsplit_graph_with_functional_collectives(ranks: Ranks) -> None:
 def test_split_graphs(ranks: Ranks, mode: str) -> None:
     outcomes = ranks.pool.run(compile_and_run, mode, "vllm")
     before, _ = rewritten_graph(outcomes)
-    # Dynamo splits before the pass runs, Inductor after it.
-    assert ("topkx_test.attention" in before) == (mode == "partition")
+    assert "topkx_test.attention" in before  # the passes run before either splits
+    # Of what vLLM splits, the passes meet the pieces again.
+    assert len(outcomes[0].recording.graphs) == (2 if mode == "piecewise" else 1)
+
+
+def test_a_chain_around_a_splitting_op(ranks: Ranks) -> None:
+    """No piece has all of it."""
+    outcomes = ranks.pool.run(compile_and_run, "piecewise", "around")
+    before, _ = rewritten_graph(outcomes)
+    assert before.count("topkx_test.attention(") == 2
 
 
 def test_a_model_without_the_chain_is_unchanged(ranks: Ranks) -> None:

@@ -7,9 +7,8 @@ import functools
 import importlib.util
 import os
 import re
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from indexed_model import DYNAMIC, ROWS, UNTOUCHED, Indexed, K, L, decode_step, indexer_arguments
+from wrapping import wrapped
 
 from vllm_topkx import plugin
 from vllm_topkx.cli import vllm_cpu
@@ -203,10 +203,6 @@ def check(outcomes: list[Outcome]) -> None:
             scores, ends = step(call)
             for layer, sign in enumerate((1, -1)):
                 assert same_sets(ids[layer], reference_topk(sign * scores, ends, K, interleave=1)).all()
-
-
-def wrapped(lines: Iterable[str]) -> str:
-    return "\n".join(part for line in lines for part in textwrap.wrap(line, 110, subsequent_indent="     "))
 
 
 def changes(outcome: Outcome) -> str:

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from fx_helpers import stub_exchange
 from indexed_model import DYNAMIC, ROWS, Indexed, K, L, decode_step
 
 from vllm_topkx import plugin
@@ -44,6 +43,8 @@ def run(
         version: of the package, if not its own.
         topk: K of an exchange to reserve, or None.
     """
+    from fx_helpers import stub_exchange  # brings Inductor, which reads the environment once
+
     from vllm_topkx.fx_passes import cache_key
     from vllm_topkx.ops.exchange import release_all
 

@@ -63,7 +63,7 @@ def _line(node: fx.Node) -> str:
 def _operator(node: fx.Node) -> str:
     if isinstance(node.target, str):
         return node.target if node.op == "call_module" else f".{node.target}"
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(node.target).removesuffix(".default")
     return getattr(node.target, "__name__", str(node.target))
 
