@@ -57,6 +57,7 @@ def module_of(function: Callable[..., torch.Tensor], replaced: bool = True) -> M
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """vLLM's op is installed, ours is not defined yet."""
     monkeypatch.setattr(left_alone, "_logged", set())
+    monkeypatch.setattr(compilation, "_said", set())
     monkeypatch.setattr(indexer, "_library", None)
     with torch.library._scoped_library("vllm", "FRAGMENT") as library:
         define(library, sparse_attn_indexer, "topk_indices_buffer", "candidate_blocks")
@@ -115,6 +116,7 @@ def test_no_op_where_the_merge_is_still_vllms(installed: ModuleType) -> None:
 
 
 def test_no_op_without_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "_said", set())
     monkeypatch.setattr(indexer, "_library", None)
     with pytest.raises(TopkxError, match="there is no sparse_attn_indexer to define"):
         indexer.define_op(module_of(sparse_attn_indexer))
@@ -262,6 +264,30 @@ def test_off(
     with caplog.at_level(logging.DEBUG, logger="vllm_topkx"):
         assert not untouched(graph_of(dynamo=True)).left_alone
     assert said(caplog) == [("DEBUG", f"indexers stay vllm::sparse_attn_indexer: {why}")]
+
+
+def contents(node: fx.Node) -> tuple:
+    return node.op, node.target, node.type, len(node.users), id(node.meta.get("example_value"))
+
+
+def test_a_pass_that_fails_in_vllm(defined: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    """The graph is what it was, but for names; and there is one warning."""
+
+    def fail(graph: fx.Graph) -> None:
+        IndexerPass()(graph)
+        first, second, *_ = (node for node in graph.nodes if node.op == "call_function")
+        first.args = (second,)
+        raise KeyError("no such luck")
+
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            graph = graph_of(dynamo=True)
+            before = list(map(contents, graph.nodes))
+            compilation._run_or_leave(fail, graph)
+            graph.lint()
+            assert list(map(contents, graph.nodes)) == before
+    (record,) = [record for record in caplog.records if record.name == "vllm.topkx"]
+    assert "vllm-topkx leaves a graph as vLLM made it, after an error: KeyError: 'no such luck'" in record.getMessage()
 
 
 # As a pass of Inductor

@@ -227,7 +227,7 @@ def test_piecewise_graph(compiled: Compiled) -> None:
         changes(outcomes[0]),
         """\
 @@ -13 +13 @@
--sparse_attn_indexer: i32[32, 64] = sparse_attn_indexer(l_scores_, synthetic_local_tmp_0_,
+-sparse_attn_indexer: i32[32, 64] = vllm.sparse_attn_indexer(l_scores_, synthetic_local_tmp_0_,
      l_self_layers_0_k_cache_kv_cache, q_values, None, None, l_self_weights, 128, 'ue8m0', 64, 1, 150, 150,
      l_self_layers_0_topk_indices_buffer, True, False, False, synthetic_local_tmp_2_, False, 0, 2, 1, False,
      candidate_blocks=None, candidate_block_size=0, candidate_write=False, topk_backend='auto')
@@ -236,7 +236,7 @@ def test_piecewise_graph(compiled: Compiled) -> None:
      l_self_layers_0_topk_indices_buffer, True, False, False, synthetic_local_tmp_2_, False, 0, 2, 1, False,
      candidate_blocks=None, candidate_block_size=0, candidate_write=False, topk_backend='auto')
 @@ -18 +18 @@
--sparse_attn_indexer_1: i32[32, 64] = sparse_attn_indexer(l_scores_, synthetic_local_tmp_4_,
+-sparse_attn_indexer_1: i32[32, 64] = vllm.sparse_attn_indexer(l_scores_, synthetic_local_tmp_4_,
      l_self_layers_1_k_cache_kv_cache, q_values_1, None, None, l_self_weights, 128, 'ue8m0', 64, 1, 150, 150,
      l_self_layers_0_topk_indices_buffer, True, False, False, synthetic_local_tmp_6_, False, 0, 2, 1, False,
      candidate_blocks=None, candidate_block_size=0, candidate_write=False, topk_backend='auto')

@@ -12,8 +12,8 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from torch import fx
 from ..settings import VARIABLES
 
 if TYPE_CHECKING:
+    from vllm.compilation.backends import VllmBackend
+
     from ..fx_passes import PassSequence
 
 log = logging.getLogger("vllm.topkx")
@@ -57,12 +59,7 @@ def add_passes(backends: ModuleType) -> None:
 
     @functools.wraps(compile_graph)
     def call(self: Any, graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        with _kept_on_failure(graph.graph):
-            config = self.vllm_config
-            if config.compilation_config.splitting_ops and not config.compilation_config.use_inductor_graph_partition:
-                # A chain around a splitting op would be in no piece as a whole.
-                _passes(config.scheduler_config.max_num_batched_tokens, early=True)(graph.graph)
-        graph.recompile()
+        _run_or_leave(functools.partial(_run_before_split, self), graph.graph)
         return compile_graph(self, graph, *args, **kwargs)
 
     @functools.wraps(configure)
@@ -82,6 +79,14 @@ def add_passes(backends: ModuleType) -> None:
     backends.split_graph, backends.inductor_partition_rule_context = split_graph, inductor_partition_rule_context
 
 
+def _run_before_split(backend: VllmBackend, graph: fx.Graph) -> None:
+    """On Dynamo's graph, if it is to be split: a chain around a splitting op would be in no piece as a whole."""
+    config = backend.compilation_config
+    if config.splitting_ops and not config.use_inductor_graph_partition:
+        _passes(backend.vllm_config.scheduler_config.max_num_batched_tokens, early=True)(graph)
+        graph.owning_module.recompile()
+
+
 def _passes(max_rows: int, early: bool = False) -> PassSequence:
     from ..fx_passes import ExchangeMergePass, IndexerPass, PassSequence
 
@@ -94,11 +99,13 @@ def _post_grad_pass() -> type:
 
     class TopkxPass(InductorPass):
         def __call__(self, graph: fx.Graph) -> None:
-            with _kept_on_failure(graph):
-                _passes(get_pass_context().compile_range.end)(graph)
+            _run_or_leave(lambda graph: self._passes()(graph), graph)
 
         def uuid(self) -> tuple | None:
-            return _passes(get_pass_context().compile_range.end).uuid()
+            return self._passes().uuid()
+
+        def _passes(self) -> PassSequence:
+            return _passes(get_pass_context().compile_range.end)
 
     return TopkxPass
 
@@ -126,20 +133,25 @@ def _with_ours(splitting_ops: list[str] | None) -> list[str] | None:
     return splitting_ops
 
 
-@contextmanager
-def _kept_on_failure(graph: fx.Graph) -> Iterator[None]:
-    """Puts ``graph`` back as it was if what runs inside raises, with one warning."""
-    before = copy.deepcopy(graph)
+def _run_or_leave(graph_pass: Callable[[fx.Graph], None], graph: fx.Graph) -> None:
+    """Runs ``graph_pass``; if it raises, ``graph`` is put back as it was, with one warning."""
+    before = None
     try:
-        yield
+        before = copy.deepcopy(graph)
+        graph_pass(graph)
     except Exception as error:
-        nodes = list(graph.nodes)
-        for node in nodes:  # a broken graph may use values before they are made
-            node.args, node.kwargs = (), {}
-        for node in nodes:
-            graph.erase_node(node)
-        graph.output(graph.graph_copy(before, {}))
+        if before is not None:
+            _restore(graph, before)
         text = f"{type(error).__name__}: {error}"
         if text not in _said:
             _said.add(text)
             log.warning("vllm-topkx leaves a graph as vLLM made it, after an error: %s (said once)", text)
+
+
+def _restore(graph: fx.Graph, before: fx.Graph) -> None:
+    nodes = list(graph.nodes)
+    for node in nodes:  # a broken graph may use values before they are made
+        node.args, node.kwargs = (), {}
+    for node in nodes:
+        graph.erase_node(node)
+    graph.output(graph.graph_copy(before, {}))
