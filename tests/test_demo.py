@@ -25,7 +25,7 @@ def test_the_demo_rewrites_the_chain_and_every_row_is_exact() -> None:
     run = subprocess.run([*COMMAND, "--ranks", "2", "--steps", "10"], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     before, after = run.stdout.split("\nafter it")
-    assert "- all_gather: " in before and "vllm.all_gather(" in before
+    assert "- gathered: " in before and "vllm.all_gather(" in before
     after, table = after.split("decode steps against the dense reference")
     assert "topkx.exchange_merge(" in after and "all_gather" not in after
     found = {cells[0]: cells[1:] for line in table.splitlines() if len(cells := _cells(line)) == 7}

@@ -227,7 +227,9 @@ def exact_rows(answers: list[Answer], step: model.Step) -> np.ndarray:
 
 def _print_graphs(recording: Recording) -> None:
     on_terminal = sys.stdout.isatty()
-    for before, after in recording.graphs:
+    # The pass meets the pieces of a graph that vLLM splits again.
+    changed = [(before, after) for before, after in recording.graphs if before != after]
+    for before, after in changed or recording.graphs:
         print(f"vLLM's graph on rank 0 before the pass ({len(before.splitlines())} nodes):\n")
         print(marked("-", before, after, on_terminal))
         print(f"\nafter it ({len(after.splitlines())} nodes):\n")
