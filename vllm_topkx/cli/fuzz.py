@@ -29,8 +29,8 @@ from .verify import compare, sort_dump
 Merge = Callable[[Dump], MergedDump]
 LINE_EVERY_S = 30.0
 #: More small worlds than large ones, whose rows take longer.
-CPU_WORLD_SIZES = (2, 2, 2, 3, 3, 4, 4, 5, 8, 11, 16)
-CPU_LIMITS = Limits(calls=16, rows=256, columns=600, candidates=1 << 17)
+CPU_WORLD_SIZES = (2, 2, 2, 2, 3, 3, 3, 4, 4, 5, 8, 16)
+CPU_LIMITS = Limits(calls=16, rows=256, columns=300, candidates=1 << 17)
 GPU_LIMITS = Limits(calls=8, rows=256, columns=6000, candidates=1 << 21)
 #: Few, as each is compiled. Shapes of one world size differ in N, so that their exchanges can
 #: stay reserved together.
@@ -113,6 +113,7 @@ def merging(backend: str) -> Iterator[tuple[Merge, list[Shape]]]:
     on_gpus = backend == "cuda" or found >= 2
     shapes = [shape for shape in GPU_SHAPES if shape.world_size <= max(2, found)] if on_gpus else []
     most = max(shape.world_size for shape in shapes) if on_gpus else max(CPU_WORLD_SIZES)
+    torch.set_num_threads(1)  # the ranks need the cores
     with open_pool(most, backend, range(2, most)) as pool:
 
         def merge(dump: Dump) -> MergedDump:
