@@ -7,7 +7,6 @@ a guard, and by the real implementation in any case.
 from __future__ import annotations
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .errors import TopkxError
 from .layouts import Layout, exchange_bytes, get_layout, layout_of, packed_row_words
@@ -24,6 +23,8 @@ def require(condition: object, message: str) -> None:
     if isinstance(condition, bool):
         failed = not condition
     else:
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # sympy: half a second, when needed
+
         failed = statically_known_true(torch.sym_not(condition))
     if failed:
         raise TopkxError(message)

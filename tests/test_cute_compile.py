@@ -28,7 +28,7 @@ from vllm_topkx.ops.layouts import default_local_topk
 
 SHARED_BYTES = 100 << 10
 PUSH = "st.relaxed.sys.global.v4.b32"
-POLL = {True: "ld.volatile.global.v4.u32", False: "ld.volatile.global.v2.u32"}  # fp32: a candidate is a pair
+POLL_PAIRS, POLL_HALVES = "ld.volatile.global.v4.u32", "ld.volatile.global.v2.u32"
 HOPPER, BLACKWELL = "sm_90a", ("sm_100a", "sm_103a", "sm_120a")
 
 
@@ -44,6 +44,7 @@ def hopper_variants() -> Iterator[object]:
     for shape in shapes((2048,), (2, 16)):
         yield ListMerge(shape, with_starts=shape.fp32)
         yield Select(shape, with_rows=shape.fp32, emit_ids=True)
+    yield ListMerge(RowShape.of(4, 2048, 2048, True), with_starts=True)  # as much as 1024 threads hold
     for fp32 in (True, False):
         yield Rescue(RowShape.of(8, 2048, 352, fp32), with_rows=True, emit_ids=True)
         yield WordsMerge(RowShape.of(8, 2048, 352, fp32), with_rows=True, emit_ids=False)
@@ -95,7 +96,9 @@ def test_compiles(arch: str, variant: object) -> None:
     assert (PUSH in ptx) == exchanges
     if exchanges:
         assert waits < ptx.index(PUSH)
-        assert POLL[variant.shape.fp32] in ptx
+        # Whole pairs, each half atomic; but halves where a thread holds bf16 candidates, which are a half each.
+        halves = variant.shape.held and not variant.shape.fp32 and not isinstance(variant, Rescue)
+        assert (POLL_HALVES if halves else POLL_PAIRS) in ptx
 
 
 # the cache

@@ -232,7 +232,8 @@ class RankWords:
     def _wait_held(self, ords: cute.Tensor, positions: cute.Tensor, epoch: Uint32, row: Int32, watch: Watch) -> None:
         n = const_expr(self.shape.local_topk)
         last = self.shape.world_size * n - 1
-        at_once = const_expr(WAITED // self.shape.threads)
+        # With 1024 threads, registers for two candidates more are what there is.
+        at_once = const_expr(WAITED // self.shape.threads if self.shape.threads <= 512 else 2)
         raw = cute.make_rmem_tensor(2 * at_once, Uint32)
         late = cute.make_rmem_tensor(at_once if self.shape.fp32 else 2 * at_once, Uint32)
         for first in cutlass.range_constexpr(0, self.items, at_once):

@@ -47,8 +47,9 @@ class RowShape:
 
     @classmethod
     def of(cls, world_size: int, topk: int, local_topk: int, fp32: bool) -> RowShape:
-        """With the threads that suit it: 512, unless they could not hold the candidates.
+        """With the threads that suit it: 512, unless 1024 hold the candidates and they cannot.
 
         Fewer threads meet sooner at a barrier, and have registers to keep more loads in flight each.
         """
-        return cls(world_size, topk, local_topk, fp32, 512 if world_size * local_topk <= 512 * MAX_HELD else 1024)
+        held_by_more = 512 * MAX_HELD < world_size * local_topk <= 1024 * MAX_HELD
+        return cls(world_size, topk, local_topk, fp32, 1024 if held_by_more else 512)
