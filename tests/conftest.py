@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent.parent]
 
 import pytest
+from merging import release
 
 from vllm_topkx.ranks import RankPool
 
@@ -19,3 +20,11 @@ def pool() -> Iterator[RankPool]:
     """16 gloo ranks with groups of 2 to 16; ``pool.run(f, *args, world_size=W)`` runs on the first W."""
     with RankPool(16, group_sizes=range(2, 17)) as ranks:
         yield ranks
+
+
+@pytest.fixture
+def ranks(pool: RankPool) -> Iterator[RankPool]:
+    """The pool without exchanges of other tests, which may use the same names with other settings."""
+    pool.run(release)
+    yield pool
+    pool.run(release)

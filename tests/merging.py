@@ -8,12 +8,19 @@ import numpy as np
 import torch
 
 from vllm_topkx.cli.dump import Dump
+from vllm_topkx.ops import release_all
 from vllm_topkx.ops.cpu import select as cpu
 from vllm_topkx.ops.layouts import unpack_words
 from vllm_topkx.ops.reference import reference_topk
 from vllm_topkx.ops.spec import KvMap, Merged, MergeSpec
+from vllm_topkx.ranks import RankContext
 
 Ranks = Sequence[torch.Tensor]
+
+
+def release(context: RankContext) -> None:
+    """Lets go of a rank's exchanges: the next may use the same names with other settings."""
+    release_all()
 
 
 def kv_maps(seed: int, world_size: int, rows: int, columns: int, block_size: int) -> list[KvMap]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cpu_calls import K, N, merge, reserve, scores, segments, wrong_calls
+from forking import seen_in_child
 
 import vllm_topkx
 from vllm_topkx.ops import checks
@@ -244,17 +245,7 @@ def test_reserve_refuses_such_a_buffer(few: RankPool) -> None:
 def forked(ctx: RankContext) -> tuple[str, list[int]]:
     reserve(ctx, rows=2)
     wrong = wrong_calls(ctx, [(0, 2)])
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, error_of(lambda: merge(ctx, 1, 2)).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        seen = pipe.read()
-    os.waitpid(child, 0)
+    seen = seen_in_child(lambda: error_of(lambda: merge(ctx, 1, 2)))
     return seen, wrong + wrong_calls(ctx, [(1, 2)])
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forking import seen_in_child
 from gpu_calls import Captured, W, exchange, random_inputs, warm_up, wrong_rows
 
 import vllm_topkx
@@ -183,19 +184,8 @@ def forked(ctx: RankContext) -> tuple[str, int]:
     logits, ends = (t.to(ctx.device)[ctx.rank] for t in random_inputs(0, 8, COLUMNS))
     words = ops.local_topk_words(logits, ends, N)
     torch.cuda.synchronize()
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        try:
-            arguments = (words, logits, ends, ctx.group_name, W, K, N, 1)
-            os.write(write, error_of(lambda: ops.exchange_merge(*arguments, lane=lane)).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        seen = pipe.read()
-    os.waitpid(child, 0)
+    arguments = (words, logits, ends, ctx.group_name, W, K, N, 1)
+    seen = seen_in_child(lambda: error_of(lambda: ops.exchange_merge(*arguments, lane=lane)))
     return seen, wrong + wrong_in_eager_calls(ctx, lane)
 
 

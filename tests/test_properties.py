@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from merging import release
 from properties import check, choosing, merge_in_one_process, merge_interpreted
 
-from vllm_topkx import release_all
 from vllm_topkx.cli.dump import Dump
 from vllm_topkx.cli.fuzz import CPU_WORLD_SIZES
 from vllm_topkx.cli.fuzz_case import Limits, Shape, choose_dump, choose_shape
 from vllm_topkx.cli.merge_dump import MergedDump, merge_dump
 from vllm_topkx.ops import keys
 from vllm_topkx.ops.layouts import LAYOUTS
-from vllm_topkx.ranks import RankContext, RankPool
+from vllm_topkx.ranks import RankPool
 
 SMALL = Limits(calls=4, rows=12, columns=150, candidates=1 << 15)
-
-
-def release(context: RankContext) -> None:
-    release_all()
-
-
-@pytest.fixture
-def ranks(pool: RankPool) -> Iterator[RankPool]:
-    """The pool, whose exchanges are gone before and after."""
-    pool.run(release)
-    yield pool
-    pool.run(release)
 
 
 @settings(settings.get_profile("reproducible"), max_examples=100)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from merging import saturation
+from merging import release, saturation
 
-from vllm_topkx import release_all
 from vllm_topkx.cli.dump import Dump, load_dump
 from vllm_topkx.cli.hostile import HOSTILE, bf16_bits, stacked
 from vllm_topkx.cli.merge_dump import MergedDump, chunk_rows, merge_dump
 from vllm_topkx.cli.verify import compare, sort_dump
 from vllm_topkx.ops.layouts import default_local_topk
 from vllm_topkx.ops.reference import reference_topk, same_sets
-from vllm_topkx.ranks import RankContext, RankPool
+from vllm_topkx.ranks import RankPool
 
 ROWS = 5
 #: W, K, N (None: the default), layout, interleave, positions a rank. Every value of the issue is in it, W
@@ -49,18 +47,6 @@ CASES = [
     (16, 65, 4, "fp32", 16, 50),
     (16, 3, 3, "fp32", 1, 9),
 ]
-
-
-def release(context: RankContext) -> None:
-    release_all()
-
-
-@pytest.fixture
-def ranks(pool: RankPool) -> Iterator[RankPool]:
-    """The pool without exchanges of other tests, which may use the same names with other settings."""
-    pool.run(release)
-    yield pool
-    pool.run(release)
 
 
 def make_dump(

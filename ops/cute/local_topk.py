@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -18,24 +16,17 @@ from .wait import Watch
 THREADS = 1024
 
 
-@dataclass(frozen=True)
-class LogitsSelector:
-    """Selects the best n of a row of logits into a :class:`WordStage`; also what a rescue runs."""
-
-    select: BlockSelect
-    fp32: bool
-
-    @cute.jit
-    def run(self, source: LogitsSource, stage: WordStage) -> None:
-        """Fills ``stage`` with the best ``stage.n`` of ``source``; it can be read after this returns."""
-        stage.clear()
-        ords = cute.make_rmem_tensor(source.items, Uint32)
-        positions = cute.make_rmem_tensor(source.items, Uint32)
-        ord_bits = Int32(32 if self.fp32 else 16)
-        high, low = self.select.threshold(source, ords, positions, Int32(stage.n), ord_bits, source.position_bits)
-        _, first = self.select.count(source, ords, positions, high, low, stage)
-        self.select.write(source, ords, positions, high, low, first, stage)
-        cute.arch.sync_threads()
+@cute.jit
+def stage_best(source: LogitsSource, select: BlockSelect, stage: WordStage) -> None:
+    """The best ``stage.n`` of ``source`` into the stage, which can be read after this returns; a rescue's, too."""
+    stage.clear()
+    ords = cute.make_rmem_tensor(source.items, Uint32)
+    positions = cute.make_rmem_tensor(source.items, Uint32)
+    ord_bits = Int32(32 if source.fp32 else 16)
+    high, low = select.threshold(source, ords, positions, Int32(stage.n), ord_bits, source.position_bits)
+    _, first = select.count(source, ords, positions, high, low, stage)
+    select.write(source, ords, positions, high, low, first, stage)
+    cute.arch.sync_threads()
 
 
 class LocalTopkWords:
@@ -71,7 +62,7 @@ class LocalTopkWords:
         tid, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         smem = SmemAllocator()
-        selector = LogitsSelector(BlockSelect.allocate(smem, THREADS, measured=False), self.fp32)
+        select = BlockSelect.allocate(smem, THREADS, measured=False)
         stage = WordStage.allocate(smem, self.n, self.fp32, THREADS)
         cute.arch.griddepcontrol_wait()  # the logits may come from the kernel before
         cute.arch.griddepcontrol_launch_dependents()
@@ -79,7 +70,7 @@ class LocalTopkWords:
         if (end < 0) | (end > columns):
             Watch(record, Int64(0)).fail(row, columns, Uint32(end), 0)
         bits = score_bits(logits, self.fp32)[row, None]
-        selector.run(LogitsSource(bits, end, Uint32(1), self.fp32, THREADS), stage)
+        stage_best(LogitsSource(bits, end, Uint32(1), self.fp32, THREADS), select, stage)
         staged = stage.stage
         for i in cutlass.range(tid, stage.words, THREADS):
             words[row, i] = Int32(staged[i])

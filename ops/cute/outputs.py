@@ -41,7 +41,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class MergeSink:
-    """Writes the outputs of a row; a sink for :meth:`.block_select.BlockSelect.place`.
+    """Writes the outputs of a row; a sink for :class:`.block_select.BlockSelect`.
 
     Attributes:
         source: the candidates.
@@ -116,7 +116,7 @@ class MergeSink:
             counts[1] = warp_or(partials[WARP + lane] if there else Uint32(0))
 
     def saturated(self) -> Uint32:
-        """Ranks all of whose N candidates were selected; to be asked in round 1, with N < K, after ``place``."""
+        """Ranks all of whose N candidates were selected; to be asked in round 1, with N < K, after ``collect``."""
         return ~self.counts[1] & ((1 << self.source.shape.world_size) - 1)
 
     @cute.jit

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from .block_select import BlockSelect
-from .local_topk import LogitsSelector
+from .local_topk import stage_best
 from .outputs import MergeSink, Outputs
 from .peers import Peers
 from .primitives import Divisor, SmemAllocator
@@ -48,7 +48,7 @@ class RowRescue:
     def stage_list(self, own: LogitsSource | ListSource) -> None:
         """This rank's list into the stage: the best K by ascending position, or the caller's K in his order."""
         if const_expr(self.from_logits):
-            LogitsSelector(self.select, self.peers.shape.fp32).run(own, self.stage)
+            stage_best(own, self.select, self.stage)
         else:
             stage_all(own, self.stage)
 
