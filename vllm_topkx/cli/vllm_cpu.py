@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._functorch.config as functorch_config
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -64,6 +65,8 @@ def environment(folder: str, cache: bool = False) -> dict[str, str]:
 def set_up(rank: int, world_size: int, **options: Any) -> VllmConfig:
     """Makes this process rank ``rank`` of vLLM's groups; ``options`` as :func:`make_config`. Loads no plugin."""
     be_quiet()
+    # vLLM's indexer returns the buffer that it mutates. Torch warns of that, but raises where $CI is set.
+    functorch_config.error_on_custom_op_aliasing = False
     define_named_ops()
     config = make_config(rank, world_size, **options)
     join_groups(config, rank, world_size)
