@@ -160,7 +160,7 @@ class Block:
         elif name not in ("griddepcontrol", "fence", "nanosleep"):
             if arguments[0][0] == "{":  # mov.b64 {low, high}, register
                 pair = self._value(arguments[1], np.uint64)
-                for register, shift in zip(re.findall(r"%\w+", arguments[0]), (0, 32), strict=True):
+                for register, shift in zip(re.findall(r"[%\w]+", arguments[0]), (0, 32), strict=True):  # "_": none
                     self._set(register, (pair >> np.uint64(shift)).astype(np.uint32), active)
                 return
             with np.errstate(over="ignore"):

@@ -35,7 +35,7 @@ HOPPER, BLACKWELL = "sm_90a", ("sm_100a", "sm_103a", "sm_120a")
 def shapes(topks: tuple[int, ...], world_sizes: tuple[int, ...]) -> Iterator[RowShape]:
     for k, w, fp32 in itertools.product(topks, world_sizes, (True, False)):
         for n in (default_local_topk(k, w), k):
-            yield RowShape.of(w, k, n, fp32)
+            yield RowShape(w, k, n, fp32)
 
 
 def hopper_variants() -> Iterator[object]:
@@ -44,21 +44,20 @@ def hopper_variants() -> Iterator[object]:
     for shape in shapes((2048,), (2, 16)):
         yield ListMerge(shape, with_starts=shape.fp32)
         yield Select(shape, with_rows=shape.fp32, emit_ids=True)
-    yield ListMerge(RowShape.of(4, 2048, 2048, True), with_starts=True)  # as much as 1024 threads hold
     for fp32 in (True, False):
-        yield Rescue(RowShape.of(8, 2048, 352, fp32), with_rows=True, emit_ids=True)
-        yield WordsMerge(RowShape.of(8, 2048, 352, fp32), with_rows=True, emit_ids=False)
-        yield WordsMerge(RowShape.of(2, 4096, 4096, fp32), with_rows=False, emit_ids=True)
-        yield WordsMerge(RowShape.of(3, 1, 1, fp32), with_rows=False, emit_ids=True)
+        yield Rescue(RowShape(8, 2048, 352, fp32), with_rows=True, emit_ids=True)
+        yield WordsMerge(RowShape(8, 2048, 352, fp32), with_rows=True, emit_ids=False)
+        yield WordsMerge(RowShape(2, 4096, 4096, fp32), with_rows=False, emit_ids=True)
+        yield WordsMerge(RowShape(3, 1, 1, fp32), with_rows=False, emit_ids=True)
         for n in (1, 352, 4096):
             yield LocalTopk(n, fp32)
 
 
 def blackwell_variants(fp32: bool) -> list[object]:
-    shape = RowShape.of(8, 2048, 352, fp32)
+    shape = RowShape(8, 2048, 352, fp32)
     return [
         LocalTopk(352, fp32), Select(shape, True, True), Rescue(shape, True, True),
-        WordsMerge(shape, True, True), ListMerge(RowShape.of(4, 512, 512, fp32), True),
+        WordsMerge(shape, True, True), ListMerge(RowShape(4, 512, 512, fp32), True),
     ]  # fmt: skip
 
 

@@ -12,15 +12,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32, const_expr
 
-from .candidates import Sink, Source, is_kept, look_at
+from .candidates import Sink, Source, is_kept
 from .primitives import (
     FULL,
     WARP,
     SmemAllocator,
-    add_shared,
     ballot,
     bit_length,
     bits_above,
+    byte_sum,
+    count_shared,
+    lanes_of,
     lower_lanes,
     shared_words,
     warp_inclusive_sum,
@@ -42,7 +44,7 @@ class BlockSelect:
         threads: of the block, 512 or 1024.
         measured: whether to find the range of the keys before the first pass, and to spread the bins over it.
             It pays for candidates that were selected before: their floats share a sign and few exponents.
-        histogram: shared, a word a bin; zero between passes.
+        histogram: shared, a word a bin, zero between passes; and one for what is not counted.
         partials: shared, a word of each warp, for four reductions at once.
         result: shared, digit, keys above it, keys in it.
     """
@@ -56,7 +58,7 @@ class BlockSelect:
     @classmethod
     def allocate(cls, smem: SmemAllocator, threads: int, measured: bool) -> BlockSelect:
         assert threads in (512, 1024)
-        sizes = (threads, 4 * WARP, 4)
+        sizes = (threads + 4, 4 * WARP, 4)
         return cls(threads, measured, *(shared_words(smem, size) for size in sizes))
 
     warps = property(lambda self: self.threads // WARP)
@@ -95,14 +97,10 @@ class BlockSelect:
         prefix = Uint32(0)
         mask = Uint32(0)
         while not found:
-            bins = Int32(histogram.iterator.toint())
-            for group in cutlass.range(source.groups, unroll=1):
-                source.load(group, ords, positions)
-                for i in cutlass.range_constexpr(source.items):
-                    value, open = look_at(ords[i], positions[i], in_positions, high, base, prefix, mask)
-                    if open:
-                        digit = (value >> Uint32(shift)) & (self.threads - 1)
-                        add_shared(bins + Int32(digit) * 4, Uint32(1))
+            if in_positions:
+                self._count_digits(source, ords, positions, True, high, prefix, mask, shift)
+            else:
+                self._count_digits(source, ords, positions, False, base, prefix, mask, shift)
             cute.arch.sync_threads()
             self._find_digit(count)
             cute.arch.sync_threads()
@@ -113,7 +111,8 @@ class BlockSelect:
             if inside == 0:  # fewer candidates than asked for: keep all
                 found = Boolean(True)
             elif inside == count or (in_positions and shift == 0):
-                high = high if in_positions else base + prefix
+                # Of the smallest digit, the threshold can be 0, which is no candidate.
+                high = high if in_positions else cutlass.max(base + prefix, Uint32(1))
                 low = prefix if in_positions else low
                 found = Boolean(True)
             elif shift == 0:  # ties at the threshold: the smaller positions win
@@ -125,6 +124,37 @@ class BlockSelect:
             else:
                 shift = cutlass.max(shift - self.digit_bits, Int32(0))
         return high, low
+
+    @cute.jit
+    def _count_digits(
+        self,
+        source: Source,
+        ords: cute.Tensor,
+        positions: cute.Tensor,
+        of_positions: cutlass.Constexpr[bool],
+        start: Uint32,
+        prefix: Uint32,
+        mask: Uint32,
+        shift: Int32,
+    ) -> None:
+        """The histogram of a digit over the candidates that the passes before left open.
+
+        Args:
+            of_positions: whether of the inverted positions of the candidates whose ord is ``start``; else of
+                the ords from ``start`` on.
+        """
+        bins = Int32(self.histogram.iterator.toint())
+        for group in cutlass.range(source.groups, unroll=1):
+            source.load(group, ords, positions)
+            for i in cutlass.range_constexpr(source.items):
+                if const_expr(of_positions):
+                    value, open = ~positions[i], ords[i] == start
+                else:
+                    value, open = ords[i] - start, ords[i] != 0
+                digit = Int32(value >> Uint32(shift)) & (self.threads - 1)
+                # The others count in a bin that is not read: a branch around each atomic costs more.
+                open = open & (((value ^ prefix) & mask) == 0)
+                count_shared(bins + 4 * (digit if open else Int32(self.threads)))
 
     def _first_shift(self, bits: Int32) -> Int32:
         return cutlass.max(bits - self.digit_bits, Int32(0))
@@ -140,7 +170,7 @@ class BlockSelect:
             for i in cutlass.range_constexpr(source.items):
                 least = cutlass.min(least, ords[i] - 1)  # an empty one, 0, becomes the largest
                 most = cutlass.max(most, ords[i])
-                where = where | positions[i]
+                where = where | (positions[i] if ords[i] != 0 else Uint32(0))
         least, most, where = warp_min(least), warp_max(most), warp_or(where)
         if lane == 0:
             partials[warp] = least
@@ -183,11 +213,10 @@ class BlockSelect:
         mine = Int32(0)
         for group in cutlass.range(source.groups, unroll=1):
             source.load(group, ords, positions)
+            kept = [is_kept(ords[i], positions[i], high, low) for i in range(source.items)]
+            mine = mine + sum(byte_sum(lanes) for lanes in lanes_of(kept))
             for i in cutlass.range_constexpr(source.items):
-                kept = is_kept(ords[i], positions[i], high, low)
-                mine = mine + Int32(kept)
-                sink.observe(group, i, kept, positions[i])
-        mine = warp_sum(mine)
+                sink.observe(group, i, kept[i], positions[i])
         if lane == 0:
             partials[3 * WARP + warp] = Uint32(mine)
         sink.publish(partials, warp, lane)
@@ -212,9 +241,12 @@ class BlockSelect:
         own_bit = below + 1
         for group in cutlass.range(source.groups, unroll=1):
             source.load(group, ords, positions)
-            # All votes before the first branch: so that they do not wait for one another.
-            lanes = [ballot(is_kept(ords[i], positions[i], high, low)) for i in range(source.items)]
-            for i in cutlass.range_constexpr(source.items):
-                if (lanes[i] & own_bit) != 0:
-                    sink.put(first + Int32(cute.arch.popc(lanes[i] & below)), group, i, ords[i], positions[i])
-                first = first + Int32(cute.arch.popc(lanes[i]))
+            # All votes before the first store: so that they do not wait for one another.
+            kept = [is_kept(ords[i], positions[i], high, low) for i in range(source.items)]
+            votes = [ballot(k) for k in kept]
+            for start, lanes in enumerate(lanes_of(kept)):
+                before = lanes * 0x01010100  # in each byte the sum of those below it
+                for i in cutlass.range_constexpr(4 * start, min(4 * start + 4, source.items)):
+                    of_item = Int32((before >> (8 * (i % 4))) & 0xFF) + Int32(cute.arch.popc(votes[i] & below))
+                    sink.put((votes[i] & own_bit) != 0, first + of_item, group, i, ords[i], positions[i])
+                first = first + byte_sum(lanes)

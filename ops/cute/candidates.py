@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32
+from cutlass import Boolean, Int32, Uint32, Uint64
 
 
 class Source(Protocol):
@@ -28,11 +28,11 @@ class Source(Protocol):
     groups: int | Int32
 
     def load(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
-        """Fills the registers ``ords`` and ``positions`` (0 where ``ord`` is 0) with a group."""
+        """Fills the registers ``ords`` and ``positions`` (whatever where the ord is 0) with a group."""
 
 
 class Sink(Protocol):
-    """What becomes of the candidates that are kept. ``put`` is called by their threads alone, the rest by all.
+    """What becomes of the candidates that are kept: ``put`` puts those at their places. All threads call each.
 
     ``observe`` is told of every candidate before any is put; ``publish`` may then leave words 0..31 of
     the partials 0 to 2, one a warp, which ``collect`` finds after a barrier.
@@ -44,19 +44,14 @@ class Sink(Protocol):
 
     def collect(self, partials: cute.Tensor, warps: int, lane: Int32) -> None: ...
 
-    def put(self, place: Int32, group: Int32, i: int, ord: Uint32, position: Uint32) -> None: ...
+    def put(self, kept: Boolean, place: Int32, group: Int32, i: int, ord: Uint32, position: Uint32) -> None: ...
 
 
 def is_kept(ord: Uint32, position: Uint32, high: Uint32, low: Uint32) -> Boolean:
-    """Whether a candidate is not empty and ranks at or above the threshold ``(high, low)``."""
-    return (ord != 0) & ((ord > high) | ((ord == high) & (~position >= low)))
+    """Whether a candidate ranks at or above the threshold ``(high, low)``; ``high`` is at least 1."""
+    return _key(ord, ~position) >= _key(high, low)
 
 
-@cute.jit
-def look_at(
-    ord: Uint32, position: Uint32, in_positions: Boolean, high: Uint32, base: Uint32, prefix: Uint32, mask: Uint32
-):
-    """What a pass looks at of a candidate, and whether the passes before left it open."""
-    value = ~position if in_positions else ord - base
-    open = (ord == high) if in_positions else (ord != 0)
-    return value, open & (((value ^ prefix) & mask) == 0)
+def _key(high: Uint32, low: Uint32) -> Uint64:
+    """Two words that are compared as one."""
+    return (Uint64(high) << 32) | Uint64(low)

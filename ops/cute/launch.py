@@ -183,7 +183,7 @@ def prepare_merge_dcp_topk(
 
 
 def _shape(spec: MergeSpec) -> RowShape:
-    return RowShape.of(spec.world_size, spec.topk, spec.local_topk, spec.layout is FP32)
+    return RowShape(spec.world_size, spec.topk, spec.local_topk, spec.layout is FP32)
 
 
 def _outputs(out: Merged, kv: KvMap | None, emit_ids: bool) -> tuple[Tensor | None, ...]:

@@ -22,8 +22,8 @@ from .exchange import DeviceExchange
 from .launch import Launch
 from .peers import Peers
 from .row_words import row_words
-from .shape import WAITED, RowShape
-from .wait import Watch, wait_tagged
+from .shape import IN_FLIGHT, RowShape
+from .wait import Watch, nothing_yet, wait_tagged
 
 
 class LlFloor:
@@ -105,9 +105,8 @@ class LlFloor:
         pairs = const_expr(row_words(shape.local_topk, shape.fp32) // 2)
         total = const_expr((shape.world_size - 1) * pairs)
         # As many at once as the merge waits for, so that their latencies overlap.
-        at_once = const_expr(min(WAITED // shape.threads, -(-total // shape.threads)))
-        raw = cute.make_rmem_tensor(2 * at_once, Uint32)
-        late = cute.make_rmem_tensor(at_once, Uint32)
+        at_once = const_expr(min(IN_FLIGHT, -(-total // shape.threads)))
+        halves = cute.make_rmem_tensor(4 * at_once, Uint32)
         for first in cutlass.range(tid, total, at_once * shape.threads, unroll=1):
             places, ranks = [], []
             for i in cutlass.range_constexpr(at_once):
@@ -118,9 +117,8 @@ class LlFloor:
                 source = source + 1 if source >= rank else source
                 places += [words + Uint32(source) * stride + Uint32(2 * pair)]
                 ranks += [source]
-            raw.fill(0)
-            late.fill(1)
-            wait_tagged(memory, places, ranks, raw, late, True, epoch, row, 1, watch)
+            nothing_yet(halves, epoch)
+            wait_tagged(memory, places, ranks, halves, True, epoch, row, 1, watch)
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def prepare_floor(exchange: DeviceExchange, words: torch.Tensor, spec: MergeSpec
     rows = words.shape[0]
     if rows == 0:
         return Launch(None, (), None)
-    shape = RowShape.of(spec.world_size, spec.topk, spec.local_topk, spec.layout is FP32)
+    shape = RowShape(spec.world_size, spec.topk, spec.local_topk, spec.layout is FP32)
     arguments = (
         words.contiguous(), exchange.epoch, exchange.bases, rows, exchange.rank,
         exchange.record.address, exchange.timeout_ns, min(rows, exchange.max_blocks),

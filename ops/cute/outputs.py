@@ -68,26 +68,32 @@ class MergeSink:
         counts[0] = Uint32(0)
         counts[1] = Uint32(0)
         kv_rows = cute.make_rmem_tensor(source.items, Int32)
+        kv_rows.fill(0)  # else they would seem to outlive the row, and occupy registers
         return cls(source, rank, row, request, out, counts, kv_rows)
 
     @property
     def _early(self) -> bool:
-        """Whether KV rows are looked up while winners are counted; 64 registers a thread have no room for them."""
-        return self.source.held and self.source.shape.threads <= 512
+        """Whether KV rows are looked up while winners are counted, which needs all candidates in registers."""
+        return self.source.held
 
     @cute.jit
     def observe(self, group: Int32, i: cutlass.Constexpr[int], kept: Boolean, position: Uint32) -> None:
-        counts, rank = self.counts, self.source.rank_of(group, i)
+        counts, source = self.counts, self.source
         if const_expr(self._early):
-            self._look_up(i, kept & (rank == self.rank), position)
+            self._look_up(i, kept & self._is_own(group, i), position)
         if const_expr(self.out.rows is not None):
             # At most K = 4096 winners: the two counts never meet in their word.
-            below = Uint32(1) if kept & (rank < self.rank) else Uint32(0)
-            upto = Uint32(1 << 16) if kept & (rank <= self.rank) else Uint32(0)
+            below = Uint32(1) if kept & source.is_before(self.rank, group, i) else Uint32(0)
+            upto = Uint32(1 << 16) if kept & source.is_before(self.rank + 1, group, i) else Uint32(0)
             counts[0] = counts[0] + below + upto
         if const_expr(self._asks):
+            rank = source.rank_of(group, i)
             there = rank < self.source.shape.world_size
             counts[1] = counts[1] | (Uint32(0) if kept | ~there else Uint32(1) << Uint32(rank))
+
+    def _is_own(self, group: Int32, i: int) -> Boolean:
+        source, rank = self.source, self.rank
+        return source.is_before(rank + 1, group, i) & ~source.is_before(rank, group, i)
 
     @property
     def _asks(self) -> bool:
@@ -120,20 +126,20 @@ class MergeSink:
         return ~self.counts[1] & ((1 << self.source.shape.world_size) - 1)
 
     @cute.jit
-    def put(self, place: Int32, group: Int32, i: cutlass.Constexpr[int], ord: Uint32, position: Uint32) -> None:
-        shape = self.source.shape
-        if place < shape.topk:  # more would come of indices that repeat
-            out = self.out
-            if const_expr(out.ids is not None):
-                ids = out.ids
-                ids[self.row, place] = Int32(position)
-            if const_expr(out.rows is not None):
-                own = self.source.rank_of(group, i) == self.rank
-                if const_expr(not self._early):
-                    self._look_up(i, own, position)
-                if own:
-                    rows = out.rows
-                    rows[self.row, place - self._below()] = self.kv_rows[i]
+    def put(
+        self, kept: Boolean, place: Int32, group: Int32, i: cutlass.Constexpr[int], ord: Uint32, position: Uint32
+    ) -> None:
+        out, kept = self.out, kept & (place < self.source.shape.topk)  # more would come of indices that repeat
+        if const_expr(out.ids is not None):
+            ids = out.ids[self.row, None]
+            if kept:
+                ids[place] = Int32(position)
+        if const_expr(out.rows is not None):
+            rows, own = out.rows[self.row, None], kept & self._is_own(group, i)
+            if const_expr(not self._early):
+                self._look_up(i, own, position)
+            if own:
+                rows[place - self._below()] = self.kv_rows[i]
 
     @cute.jit
     def _look_up(self, i: cutlass.Constexpr[int], wanted: Boolean, position: Uint32) -> None:

@@ -10,7 +10,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from .primitives import element, store_pair, store_words
 from .row_words import row_words
-from .shape import PUSHED, RowShape
+from .shape import IN_FLIGHT, RowShape
 
 HALF_BYTES = 8
 
@@ -72,7 +72,7 @@ class Peers:
         tid, _, _ = cute.arch.thread_idx()
         threads = self.shape.threads
         pairs = const_expr(row_words(n, self.shape.fp32) // 2)
-        batch = const_expr(min(PUSHED // threads, -(-pairs // threads)))
+        batch = const_expr(min(IN_FLIGHT, -(-pairs // threads)))
         loaded = cute.make_rmem_tensor(2 * batch, Uint32)
         for first in cutlass.range(tid, pairs, batch * threads, unroll=1):
             for i in cutlass.range_constexpr(batch):
@@ -98,10 +98,10 @@ class Peers:
         Ranks begin with different targets, so that they do not all load the same link.
         """
         targets = const_expr(self.shape.world_size if to_self else self.shape.world_size - 1)
-        if const_expr(self.shape.threads <= 512):
+        if const_expr(targets <= 8):
             for turn in cutlass.range_constexpr(targets):
                 self._store_to(Int32(turn), first, step, pairs, loaded, place, epoch)
-        else:  # 64 registers a thread have no room for the addresses of all targets
+        else:  # there are not the registers for the addresses of all targets
             for turn in cutlass.range(targets, unroll=1):
                 self._store_to(turn, first, step, pairs, loaded, place, epoch)
 

@@ -6,6 +6,7 @@ filled; ``cute.Tensor`` is used for everything that belongs to one rank alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import cutlass
@@ -60,40 +61,39 @@ def store_words(address: Int64, word_0: Uint32, word_1: Uint32, *, loc=None, ip=
 
 @dsl_user_op
 def poll_pair(
-    address: Int64, late: Uint32, epoch: Uint32, word_0: Uint32, word_1: Uint32, *, loc=None, ip=None
+    address: Int64, epoch: Uint32, word_0: Uint32, tag_0: Uint32, word_1: Uint32, tag_1: Uint32, *, loc=None, ip=None
 ) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     """A whole LL pair ``(word_0, tag_0, word_1, tag_1)``; each half is atomic, so both tags must be looked at.
 
-    Where ``late`` is 0 nothing is loaded, and the words given come back with ``epoch`` as their tags.
+    It is loaded unless both tags that are given are ``epoch``: then what is given comes back, in the same
+    registers. (Moves under a predicate, one for each pair, would make some loads wait for others.)
     """
     struct = llvm.StructType.get_literal([T.i32()] * 4)
     text = (
-        "{\n.reg .pred %late;\nsetp.ne.u32 %late, $5, 0;\nmov.b32 $1, $6;\nmov.b32 $3, $6;\n"
-        "@%late ld.volatile.global.v4.u32 {$0, $1, $2, $3}, [$4];\n}"
+        "{\n.reg .pred %late;\n.reg .b32 %first, %second;\n"
+        "xor.b32 %first, $1, $5;\nxor.b32 %second, $3, $5;\nor.b32 %first, %first, %second;\n"
+        "setp.ne.u32 %late, %first, 0;\n@%late ld.volatile.global.v4.u32 {$0, $1, $2, $3}, [$4];\n}"
     )
-    operands = (Int64(address), Uint32(late), Uint32(epoch), Uint32(word_0), Uint32(word_1))
-    return _words(_asm(struct, operands, text, "=r,=&r,=r,=&r,l,r,r,0,2,~{memory}", loc, ip), 4, loc, ip)
+    operands = (Int64(address), Uint32(epoch), Uint32(word_0), Uint32(tag_0), Uint32(word_1), Uint32(tag_1))
+    constraints = "=r,=r,=r,=r,l,r,0,1,2,3,~{memory}"
+    return _words(_asm(struct, operands, text, constraints, loc, ip), 4, loc, ip)
 
 
 @dsl_user_op
-def poll_half(address: Int64, late: Uint32, epoch: Uint32, word: Uint32, *, loc=None, ip=None) -> tuple[Uint32, Uint32]:
+def poll_half(address: Int64, epoch: Uint32, word: Uint32, tag: Uint32, *, loc=None, ip=None) -> tuple[Uint32, Uint32]:
     """One half ``(word, tag)`` of an LL pair, on the terms of :func:`poll_pair`."""
     struct = llvm.StructType.get_literal([T.i32()] * 2)
-    text = (
-        "{\n.reg .pred %late;\nsetp.ne.u32 %late, $3, 0;\nmov.b32 $1, $4;\n"
-        "@%late ld.volatile.global.v2.u32 {$0, $1}, [$2];\n}"
-    )
-    operands = (Int64(address), Uint32(late), Uint32(epoch), Uint32(word))
-    return _words(_asm(struct, operands, text, "=r,=&r,l,r,r,0,~{memory}", loc, ip), 2, loc, ip)
+    text = "{\n.reg .pred %late;\nsetp.ne.u32 %late, $1, $3;\n@%late ld.volatile.global.v2.u32 {$0, $1}, [$2];\n}"
+    operands = (Int64(address), Uint32(epoch), Uint32(word), Uint32(tag))
+    return _words(_asm(struct, operands, text, "=r,=r,l,r,0,1,~{memory}", loc, ip), 2, loc, ip)
 
 
 @dsl_user_op
-def load_pair(address: Int64, *, loc=None, ip=None) -> tuple[Uint32, Uint32]:
-    """The words of an LL pair that was waited for."""
-    struct = llvm.StructType.get_literal([T.i32()] * 4)
-    text = "ld.volatile.global.v4.u32 {$0, $1, $2, $3}, [$4];"
-    word_0, _, word_1, _ = _words(_asm(struct, (Int64(address),), text, "=r,=r,=r,=r,l,~{memory}", loc, ip), 4, loc, ip)
-    return word_0, word_1
+def late_tags(tag_0: Uint32, tag_1: Uint32, epoch: Uint32, *, loc=None, ip=None) -> Uint32:
+    """0 when both tags are ``epoch``. Told of it, the compiler would chain comparisons instead of merging bits."""
+    text = "{\n.reg .b32 %other;\nxor.b32 %other, $1, $3;\nxor.b32 $0, $2, $3;\nor.b32 $0, $0, %other;\n}"
+    operands = (Uint32(tag_0), Uint32(tag_1), Uint32(epoch))
+    return Uint32(_asm(T.i32(), operands, text, "=&r,r,r,r", loc, ip, side_effects=False))
 
 
 @dsl_user_op
@@ -162,9 +162,9 @@ def global_timer(*, loc=None, ip=None) -> Int64:
 
 
 @dsl_user_op
-def add_shared(address: Int32, value: Uint32, *, loc=None, ip=None) -> None:
-    """Adds to a word of shared memory; the old value is not asked for, which is cheaper."""
-    _asm(None, (Int32(address), Uint32(value)), "red.shared.add.u32 [$0], $1;", "r,r,~{memory}", loc, ip)
+def count_shared(address: Int32, *, loc=None, ip=None) -> None:
+    """Adds 1 to a word of shared memory. Lanes that count in the same word cost as much as one."""
+    _asm(None, (Int32(address),), "red.shared.add.u32 [$0], 1;", "r,~{memory}", loc, ip)
 
 
 @dsl_user_op
@@ -214,6 +214,20 @@ def shared_words(smem: SmemAllocator, count: int) -> cute.Tensor:
 def ballot(predicate: Boolean) -> Uint32:
     """The lanes on which ``predicate`` holds."""
     return Uint32(cute.arch.vote_ballot_sync(predicate))
+
+
+def lanes_of(predicates: Sequence[Boolean]) -> list[Uint32]:
+    """On how many lanes each holds: a byte each, four to a word. A count of each ballot's bits costs more."""
+    packed = []
+    for first in range(0, len(predicates), 4):
+        bytes = (Uint32(holds) << (8 * i) for i, holds in enumerate(predicates[first : first + 4]))
+        packed.append(Uint32(warp_sum(Int32(sum(bytes, Uint32(0))))))
+    return packed
+
+
+def byte_sum(word: Uint32) -> Int32:
+    """The sum of the bytes of ``word``, when it is at most 255."""
+    return Int32((word * 0x01010101) >> 24)
 
 
 def warp_sum(value: Int32) -> Int32:

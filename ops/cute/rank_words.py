@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 
 from .peers import Peers
-from .primitives import WARP, Divisor, element, load_half, load_pair, load_word, load_words
+from .primitives import WARP, Divisor, element, load_half, load_word, load_words
 from .row_words import row_words
-from .shape import STREAMED, STREAMED_IN_ROUND_2, WAITED, RowShape
-from .wait import Watch, wait_tagged
+from .shape import IN_FLIGHT, IN_FLIGHT_IN_ROUND_2, RowShape
+from .wait import Watch, nothing_yet, wait_tagged
 
 #: Bytes of a word in an LL half, and in a gathered tensor.
 TAGGED, PLAIN = 8, 4
@@ -28,16 +28,17 @@ class RankWords:
 
     Attributes:
         shape: of the merge.
+        held: whether candidates stay in registers, which :meth:`fetch` or :meth:`wait` fills.
         word_bytes: ``TAGGED`` where words lie in LL slots, ``PLAIN`` in a gathered tensor.
         memory, words, stride: where the words of rank 0 are, and words to the next rank's.
         peers: the ranks' memory; None where all words were gathered.
         own: address of this rank's own words, which have no tags; None where all words were gathered.
         lists, saturated: where the lists of the row are, and the ranks that sent one; None in round 1.
-        ranks: registers, the rank of each candidate at hand; None where it follows from the candidate's number.
         interleave: positions of a stretch.
     """
 
     shape: RowShape
+    held: bool
     word_bytes: int
     memory: Int64
     words: Uint32
@@ -47,47 +48,45 @@ class RankWords:
     own: Int64 | None = None
     lists: Uint32 | None = None
     saturated: Uint32 | None = None
-    ranks: cute.Tensor | None = None
 
     @classmethod
     def slots(cls, peers: Peers, epoch: Uint32, row: Int32, interleave: Divisor, own: Int64) -> RankWords:
         """The words that the others push into this rank's slots in the call of ``epoch``, and its own at ``own``."""
         words = peers.slot(epoch, Int32(0), row)
-        return cls(peers.shape, TAGGED, peers.bases[peers.rank], words, peers.slot_stride, interleave, peers, own)
+        return cls(
+            peers.shape, peers.shape.held, TAGGED, peers.bases[peers.rank], words, peers.slot_stride, interleave,
+            peers, own,
+        )  # fmt: skip
 
     @classmethod
     def gathered(cls, shape: RowShape, gathered: cute.Tensor, row: Int32, interleave: Divisor) -> RankWords:
         """The words in ``gathered [W, T, words]``."""
         memory = gathered[0, row, None].iterator.toint()
-        return cls(shape, PLAIN, memory, Uint32(0), Uint32(gathered.stride[0]), interleave)
+        return cls(shape, shape.held, PLAIN, memory, Uint32(0), Uint32(gathered.stride[0]), interleave)
 
-    def with_lists(self, peers: Peers, row: Int32, saturated: Uint32) -> RankWords:
-        """The candidates of round 2."""
-        ranks = cute.make_rmem_tensor(STREAMED_IN_ROUND_2 // self.shape.threads, Int32)
-        return RankWords(
-            self.shape, self.word_bytes, self.memory, self.words, self.stride, self.interleave,
-            peers, self.own, peers.list(Int32(0), row), saturated, ranks,
-        )  # fmt: skip
-
-    @property
-    def held(self) -> bool:
-        """Whether candidates stay in registers, which :meth:`fetch` or :meth:`wait` fills."""
-        return self.saturated is None and self.shape.held
+    def with_lists(self, peers: Peers, row: Int32, saturated: Uint32, held: bool) -> RankWords:
+        """The candidates of round 2; they can be held when one rank is saturated and the shape says so."""
+        lists = peers.list(Int32(0), row)
+        return replace(self, held=held, peers=peers, lists=lists, saturated=saturated)
 
     @property
     def items(self) -> int:
         if self.saturated is not None:
-            return STREAMED_IN_ROUND_2 // self.shape.threads
-        return self.shape.items if self.held else STREAMED // self.shape.threads
+            return self.shape.items_rescued if self.held else IN_FLIGHT_IN_ROUND_2
+        return self.shape.items if self.held else IN_FLIGHT
 
     @property
     def groups(self) -> int | Int32:
+        if self.held:
+            return 1
         if self.saturated is not None:
             return cute.ceil_div(self._start(Int32(self.shape.world_size)), self.items * self.shape.threads)
         return -(-self.shape.items // self.items)
 
     def _start(self, rank: Int32) -> Int32:
-        """The first candidate of ``rank`` in round 2."""
+        """The first candidate of ``rank``."""
+        if self.saturated is None:
+            return rank * self.shape.local_topk
         lists = cute.arch.popc(self.saturated & ((Uint32(1) << Uint32(rank)) - 1))
         return rank * self.shape.local_topk + Int32(lists) * (self.shape.topk - self.shape.local_topk)
 
@@ -97,24 +96,25 @@ class RankWords:
         return ((tid // WARP * self.groups + group) * self.items + i) * WARP + tid % WARP
 
     def rank_of(self, group: Int32, i: int) -> Int32:
-        """The rank that sent it. Past the last candidate of round 1, W or more."""
-        return self._candidate(group, i) // self.shape.local_topk if self.ranks is None else self.ranks[i]
+        """The rank that sent a candidate of round 1; W or more past the last."""
+        return self._candidate(group, i) // self.shape.local_topk
+
+    def is_before(self, rank: Int32, group: Int32, i: int) -> Boolean:
+        """Whether a rank below ``rank`` sent it."""
+        return self._candidate(group, i) < self._start(rank)
 
     def load(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
-        if const_expr(not self.held):
+        if not self.held:
             self._read(group, ords, positions)
 
     def fetch(self, ords: cute.Tensor, positions: cute.Tensor) -> None:
         """Reads what is held, without waiting."""
-        if const_expr(self.held):
+        if self.held:
             self._read(Int32(0), ords, positions)
 
-    @cute.jit
     def _read(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
-        if const_expr(self.saturated is None):
-            self._read_words(group, ords, positions)
-        else:
-            self._read_words_and_lists(group, ords, positions)
+        read = self._read_words if self.saturated is None else self._read_words_and_lists
+        read(group, ords, positions)
 
     @cute.jit
     def _read_words(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
@@ -133,7 +133,8 @@ class RankWords:
 
     @cute.jit
     def _read_words_and_lists(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
-        shape, peers, ranks = self.shape, self.peers, self.ranks
+        shape, peers = self.shape, self.peers
+        ranks = cute.make_rmem_tensor(self.items, Int32)
         places = cute.make_rmem_tensor(self.items, Int32)
         end = self._start(Int32(shape.world_size))
         for i in cutlass.range_constexpr(self.items):
@@ -179,7 +180,8 @@ class RankWords:
         """Word and, as they lie, the bits of the position: ``(ord, ~idx)``, or ``(word, word of high bits)``."""
         if const_expr(self.shape.fp32):
             if const_expr(word_bytes == TAGGED):
-                first, second = load_pair(element(memory, row + Uint32(2 * k), word_bytes))
+                first = load_half(element(memory, row + Uint32(2 * k), word_bytes))
+                second = load_half(element(memory, row + Uint32(2 * k + 1), word_bytes))
             else:
                 first, second = load_words(element(memory, row + Uint32(2 * k), word_bytes))
         else:
@@ -191,6 +193,17 @@ class RankWords:
                 first = load_word(element(memory, row + Uint32(k), word_bytes))
                 second = load_word(element(memory, high, word_bytes))
         return first, second
+
+    def _load_own(self, k: Int32) -> tuple[Uint32, Uint32]:
+        """Candidate ``k`` of this rank, for :meth:`wait`; see :meth:`_load`.
+
+        Two loads: one would bring the words into neighbouring registers, and a poll has them two apart.
+        """
+        if not self.shape.fp32:
+            return self._load(self.own, Uint32(0), k, self.shape.local_topk, PLAIN)
+        return load_word(element(self.own, Uint32(2 * k), PLAIN)), load_word(
+            element(self.own, Uint32(2 * k + 1), PLAIN)
+        )
 
     @cute.jit
     def _unpack(
@@ -206,7 +219,7 @@ class RankWords:
         stretch = self.interleave.divide(index)
         position = index + (stretch * (self.shape.world_size - 1) + rank) * self.interleave.divisor
         ords[i] = ord
-        positions[i] = Uint32(position) if ord != 0 else Uint32(0)
+        positions[i] = Uint32(position)
 
     def is_saturated(self, rank: Int32) -> Boolean:
         return ((self.saturated >> Uint32(rank)) & 1) != 0
@@ -232,40 +245,31 @@ class RankWords:
     def _wait_held(self, ords: cute.Tensor, positions: cute.Tensor, epoch: Uint32, row: Int32, watch: Watch) -> None:
         n = const_expr(self.shape.local_topk)
         last = self.shape.world_size * n - 1
-        # With 1024 threads, registers for two candidates more are what there is.
-        at_once = const_expr(WAITED // self.shape.threads if self.shape.threads <= 512 else 2)
-        raw = cute.make_rmem_tensor(2 * at_once, Uint32)
-        late = cute.make_rmem_tensor(at_once if self.shape.fp32 else 2 * at_once, Uint32)
-        for first in cutlass.range_constexpr(0, self.items, at_once):
-            places, ranks = [], []
-            for i in cutlass.range_constexpr(first, min(first + at_once, self.items)):
-                # Past the end the last candidate is waited for again: that costs less than a branch.
-                c = cutlass.min(self._candidate(Int32(0), i), Int32(last))
-                rank = c // n
-                k = c - rank * n
-                j = i - first
-                raw[2 * j] = Uint32(0)
-                raw[2 * j + 1] = Uint32(0)
-                others = Uint32(1)
-                if rank == self.peers.rank:
-                    raw[2 * j], raw[2 * j + 1] = self._load(self.own, Uint32(0), k, n, PLAIN)
-                    others = Uint32(0)
-                sent = self.words + Uint32(rank) * self.stride
-                if const_expr(self.shape.fp32):
-                    places += [sent + Uint32(2 * k)]
-                    ranks += [rank]
-                    late[j] = others
-                else:
-                    places += [sent + Uint32(k), sent + Uint32(n + k // 32)]
-                    ranks += [rank, rank]
-                    late[2 * j] = others
-                    late[2 * j + 1] = others
-            wait_tagged(self.memory, places, ranks, raw, late, self.shape.fp32, epoch, row, 1, watch)
-            for i in cutlass.range_constexpr(first, min(first + at_once, self.items)):
-                c = self._candidate(Int32(0), i)
-                ords[i] = raw[2 * (i - first)] if c <= last else Uint32(0)
-                positions[i] = raw[2 * (i - first) + 1]
-                self._unpack(i, c // n, c - c // n * n, ords, positions)
+        halves = cute.make_rmem_tensor(4 * self.items, Uint32)
+        nothing_yet(halves, epoch)
+        places, ranks = [], []
+        for i in cutlass.range_constexpr(self.items):
+            # Past the end the last candidate is waited for again: that costs less than a branch.
+            c = cutlass.min(self._candidate(Int32(0), i), Int32(last))
+            rank = c // n
+            k = c - rank * n
+            if rank == self.peers.rank:
+                halves[4 * i], halves[4 * i + 2] = self._load_own(k)
+                halves[4 * i + 1] = epoch
+                halves[4 * i + 3] = epoch
+            sent = self.words + Uint32(rank) * self.stride
+            if const_expr(self.shape.fp32):
+                places += [sent + Uint32(2 * k)]
+                ranks += [rank]
+            else:
+                places += [sent + Uint32(k), sent + Uint32(n + k // 32)]
+                ranks += [rank, rank]
+        wait_tagged(self.memory, places, ranks, halves, self.shape.fp32, epoch, row, 1, watch)
+        for i in cutlass.range_constexpr(self.items):
+            c = self._candidate(Int32(0), i)
+            ords[i] = halves[4 * i] if c <= last else Uint32(0)
+            positions[i] = halves[4 * i + 2]
+            self._unpack(i, c // n, c - c // n * n, ords, positions)
 
     @cute.jit
     def wait_lists(self, tags: cute.Tensor, row: Int32, watch: Watch) -> None:
@@ -295,12 +299,10 @@ def wait_row(
     """The block waits for every LL pair of the ``n`` candidates from ``first`` on, and leaves them there."""
     tid, _, _ = cute.arch.thread_idx()
     pairs = const_expr(row_words(n, shape.fp32) // 2)
-    at_once = const_expr(WAITED // shape.threads)
-    raw = cute.make_rmem_tensor(2 * at_once, Uint32)
-    late = cute.make_rmem_tensor(at_once, Uint32)
-    for start in cutlass.range(tid, pairs, WAITED, unroll=1):
+    at_once = const_expr(min(IN_FLIGHT, -(-pairs // shape.threads)))
+    halves = cute.make_rmem_tensor(4 * at_once, Uint32)
+    for start in cutlass.range(tid, pairs, at_once * shape.threads, unroll=1):
         own = [cutlass.min(start + u * shape.threads, Int32(pairs - 1)) for u in range(at_once)]
         places = [first + Uint32(2 * pair) for pair in own]
-        raw.fill(0)
-        late.fill(1)
-        wait_tagged(memory, places, [rank] * at_once, raw, late, True, epoch, row, round, watch)
+        nothing_yet(halves, epoch)
+        wait_tagged(memory, places, [rank] * at_once, halves, True, epoch, row, round, watch)

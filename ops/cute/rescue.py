@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
+from ..layouts import rescue_slots
 from .block_select import BlockSelect
 from .local_topk import stage_best
 from .outputs import MergeSink, Outputs
@@ -71,22 +72,37 @@ class RowRescue:
         """
         tid, _, _ = cute.arch.thread_idx()
         peers, shape, tags = self.peers, self.peers.shape, self.list_epoch
-        second = words.with_lists(peers, row, saturated)
+        second = words.with_lists(peers, row, saturated, False)
         if second.is_saturated(peers.rank):
             self.stage_list(own)
             place = second.list_of(peers.rank)
             tag = Uint32(tags[place, row]) + 1
             peers.push(self.stage.stage, shape.topk, peers.list(place, row), tag, to_self=True)
         second.wait_lists(tags, row, self.watch)
-        ords = cute.make_rmem_tensor(second.items, Uint32)
-        positions = cute.make_rmem_tensor(second.items, Uint32)
-        high, low = self.select.threshold(second, ords, positions, Int32(shape.topk), Int32(0), Int32(0))
-        sink = MergeSink.of_row(second, peers.rank, row, request, out)
-        total, first = self.select.count(second, ords, positions, high, low, sink)
-        self.select.write(second, ords, positions, high, low, first, sink)
-        sink.pad(total)
+        held = words.with_lists(peers, row, saturated, True)
+        if const_expr(not shape.rescues_held):
+            self.merge(second, row, request, out)
+        elif const_expr(rescue_slots(shape.topk, shape.local_topk) == 1):
+            self.merge(held, row, request, out)
+        elif cute.arch.popc(saturated) == 1:
+            self.merge(held, row, request, out)
+        else:
+            self.merge(second, row, request, out)
         if tid < Int32(cute.arch.popc(saturated)):
             tags[tid, row] = tags[tid, row] + 1  # a barrier ago all threads had read it
+
+    @cute.jit
+    def merge(self, words: RankWords, row: Int32, request: Int32 | None, out: Outputs) -> None:
+        """Selects the best K of round 2 and writes them."""
+        ords = cute.make_rmem_tensor(words.items, Uint32)
+        positions = cute.make_rmem_tensor(words.items, Uint32)
+        words.fetch(ords, positions)
+        topk = Int32(words.shape.topk)
+        high, low = self.select.threshold(words, ords, positions, topk, Int32(0), Int32(0))
+        sink = MergeSink.of_row(words, self.peers.rank, row, request, out)
+        total, first = self.select.count(words, ords, positions, high, low, sink)
+        self.select.write(words, ords, positions, high, low, first, sink)
+        sink.pad(total)
 
 
 @cute.jit
@@ -98,8 +114,7 @@ def stage_all(own: ListSource, stage: WordStage) -> None:
     own.gather(ords, positions)
     cute.arch.sync_threads()
     for i in cutlass.range_constexpr(own.items):
-        if ords[i] != 0:
-            stage.put(own.place(i), Int32(0), i, ords[i], positions[i])
+        stage.put(ords[i] != 0, own.place(i), Int32(0), i, ords[i], positions[i])
     cute.arch.sync_threads()
 
 

@@ -17,16 +17,20 @@ def row_words(n: int, fp32: bool) -> int:
 
 
 @cute.jit
-def score_ord(bits: Uint32, fp32: cutlass.Constexpr[bool]) -> Uint32:
-    """The order-preserving integer of a score's bits: 0 for NaN. 32 bits for fp32, else the 16 of bf16."""
+def score_ord(bits: Uint32, fp32: cutlass.Constexpr[bool], floor: int | Uint32 = 0) -> Uint32:
+    """The order-preserving integer of a score's bits: 32 bits for fp32, else the 16 of bf16.
+
+    0 for NaN, and for what is below ``floor``: NaNs are beyond the infinities, so that one comparison tells both.
+    """
     if const_expr(not fp32):
         bits = bits << 16
-    sign = Uint32(0x80000000)
-    ord = ~bits if bits >= sign else bits | sign
-    if (bits & ~sign) > Uint32(0x7F800000):
-        ord = Uint32(0)
+    ord = bits ^ (Uint32(Int32(bits) >> 31) | Uint32(0x80000000))
+    least, most = Uint32(0x007FFFFF), Uint32(0xFF800000)
     if const_expr(not fp32):
-        ord = ord >> 16
+        ord, least, most = ord >> 16, least >> 16, most >> 16
+    least = cutlass.max(least, Uint32(floor))
+    if ord - least > most - least:
+        ord = Uint32(0)
     return ord
 
 
@@ -84,10 +88,8 @@ class LogitsSource:
                 ords[i] = Uint32(self.bits[j])
         for i in cutlass.range_constexpr(self.items):
             j = first + i * WARP
-            ord = score_ord(ords[i], self.fp32) if j < self.end else Uint32(0)
-            ord = Uint32(0) if ord < self.floor else ord
-            ords[i] = ord
-            positions[i] = Uint32(j) if ord != 0 else Uint32(0)
+            ords[i] = score_ord(ords[i], self.fp32, self.floor) if j < self.end else Uint32(0)
+            positions[i] = Uint32(j)
 
 
 @dataclass(frozen=True)
@@ -183,10 +185,12 @@ class WordStage:
         pass
 
     @cute.jit
-    def put(self, place: Int32, group: Int32, i: cutlass.Constexpr[int], ord: Uint32, position: Uint32) -> None:
+    def put(
+        self, kept: Boolean, place: Int32, group: Int32, i: cutlass.Constexpr[int], ord: Uint32, position: Uint32
+    ) -> None:
         """Candidate ``(ord, position)`` at ``place``; what is past the end comes of indices that repeat."""
         stage = self.stage
-        if place < self.n:
+        if kept & (place < self.n):
             if const_expr(self.fp32):
                 stage[2 * place] = ord
                 stage[2 * place + 1] = ~position

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-#: Candidates a thread keeps in registers (an ord and a position each). More would spill at the 64 registers
-#: that 1024 threads have; then every pass reads its candidates again, from L2, where they are by then.
+#: Candidates that a thread keeps in registers, an ord and a position each. A row of more is read again in every
+#: pass, from L2, where it is by then.
 MAX_HELD = 8
-#: Loads that the threads of a block have in flight together when they push, when they poll, and when they read
-#: candidates again in round 1 and in round 2 (where each needs its rank found): what 64 Ki registers allow.
-PUSHED, WAITED, STREAMED, STREAMED_IN_ROUND_2 = 4096, 4096, 4096, 2048
+#: Loads that a thread has in flight together when it pushes, polls or reads candidates again, in round 1 and in
+#: round 2, where each needs its rank found: what 128 registers allow.
+IN_FLIGHT, IN_FLIGHT_IN_ROUND_2 = 8, 4
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,14 @@ class RowShape:
         topk: K.
         local_topk: N.
         fp32: the ``fp32`` word layout, else ``bf16``.
-        threads: of the block.
+        threads: of the block. More meet later at a barrier, and have fewer registers for loads in flight.
     """
 
     world_size: int
     topk: int
     local_topk: int
     fp32: bool
-    threads: int
+    threads: ClassVar[int] = 512
 
     @property
     def items(self) -> int:
@@ -45,11 +46,12 @@ class RowShape:
         """Whether a rank can be saturated."""
         return self.local_topk < self.topk
 
-    @classmethod
-    def of(cls, world_size: int, topk: int, local_topk: int, fp32: bool) -> RowShape:
-        """With the threads that suit it: 512, unless 1024 hold the candidates and they cannot.
+    @property
+    def items_rescued(self) -> int:
+        """Candidates a thread has in round 2 when one rank is saturated."""
+        return -(-((self.world_size - 1) * self.local_topk + self.topk) // self.threads)
 
-        Fewer threads meet sooner at a barrier, and have registers to keep more loads in flight each.
-        """
-        held_by_more = 512 * MAX_HELD < world_size * local_topk <= 1024 * MAX_HELD
-        return cls(world_size, topk, local_topk, fp32, 1024 if held_by_more else 512)
+    @property
+    def rescues_held(self) -> bool:
+        """Whether those stay in registers."""
+        return self.items_rescued <= MAX_HELD

@@ -14,6 +14,7 @@ from .primitives import (
     element,
     fence_sys,
     global_timer,
+    late_tags,
     load_sys,
     poll_half,
     poll_pair,
@@ -69,15 +70,14 @@ def wait_tagged(
     memory: Int64,
     places: Sequence[Uint32],
     sources: Sequence[Int32],
-    words: cute.Tensor,
-    late: cute.Tensor,
+    halves: cute.Tensor,
     pairs: cutlass.Constexpr[bool],
     epoch: Uint32,
     row: Int32,
     round: cutlass.Constexpr[int],
     watch: Watch,
 ) -> None:
-    """The one wait: spins until every tag at ``places`` equals ``epoch``, then leaves the words.
+    """The one wait: spins until every tag at ``places`` equals ``epoch``, then leaves words and tags.
 
     In a turn all places that are late are read together, so that their latencies overlap.
 
@@ -85,8 +85,8 @@ def wait_tagged(
         memory: where place 0 is.
         places: of LL pairs, or of halves; counted in halves.
         sources: the rank that stores at each of them.
-        words: registers, Uint32; 2 words a pair or 1 a half.
-        late: registers, Uint32, one a place: 0 for those that are not waited for, whose words are there.
+        halves: registers, Uint32; 4 a pair or 2 a half: word, tag, word, tag. Where the tags are ``epoch``
+            before, nothing is waited for; :func:`nothing_yet` is what to begin with elsewhere.
         pairs: whether pairs or halves are read.
         epoch: the tag to wait for.
         row, round: what a failure reports.
@@ -94,22 +94,15 @@ def wait_tagged(
     missing = Uint32(1)
     turns = Int32(0)
     deadline = Int64(0)
+    size = const_expr(4 if pairs else 2)
     while missing != 0:
         missing = Uint32(0)
-        culprit = Int32(-1)
         for i in cutlass.range_constexpr(len(places)):
-            address = element(memory, places[i], 8)
-            if const_expr(pairs):
-                word_0, tag_0, word_1, tag_1 = poll_pair(address, late[i], epoch, words[2 * i], words[2 * i + 1])
-                words[2 * i] = word_0
-                words[2 * i + 1] = word_1
-                late[i] = (tag_0 ^ epoch) | (tag_1 ^ epoch)
-            else:
-                word, tag = poll_half(address, late[i], epoch, words[i])
-                words[i] = word
-                late[i] = tag ^ epoch
-            missing = missing | late[i]
-            culprit = culprit if late[i] == 0 else sources[i]
+            place = [halves[size * i + j] for j in range(size)]
+            place = (poll_pair if pairs else poll_half)(element(memory, places[i], 8), epoch, *place)
+            for j in cutlass.range_constexpr(size):
+                halves[size * i + j] = place[j]
+            missing = missing | late_tags(place[1], place[-1], epoch)
         if missing != 0:
             turns = turns + 1
             if const_expr(round == 2):
@@ -119,4 +112,12 @@ def wait_tagged(
                 if deadline == 0:
                     deadline = now + watch.timeout_ns
                 if now > deadline:
+                    culprit = Int32(-1)
+                    for tag in cutlass.range_constexpr(1, size * len(places), 2):
+                        culprit = culprit if halves[tag] == epoch else sources[tag // size]
                     watch.fail(row, culprit, epoch, round)
+
+
+def nothing_yet(halves: cute.Tensor, epoch: Uint32) -> None:
+    """Makes every place of :func:`wait_tagged` one to wait for."""
+    halves.fill(~epoch)

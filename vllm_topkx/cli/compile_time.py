@@ -38,7 +38,7 @@ def _compile() -> dict[str, Any]:
     from ..ops.cute.shape import RowShape
     from ..ops.layouts import default_list_topk
 
-    shape = RowShape.of(WORLD_SIZE, TOPK, default_list_topk(TOPK, WORLD_SIZE), fp32=True)
+    shape = RowShape(WORLD_SIZE, TOPK, default_list_topk(TOPK, WORLD_SIZE), fp32=True)
     variants = [ListMerge(shape, with_starts) for with_starts in (False, True)]
     imported = time.monotonic()
     for variant in variants:
