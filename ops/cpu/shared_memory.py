@@ -54,7 +54,7 @@ def _create(size: int) -> tuple[Path, int]:
             break
         os.close(fd)
     try:
-        if size > (free := _free_bytes()):  # else the next line would use up the machine's memory before it fails
+        if size > (free := free_bytes()):  # else the next line would use up the machine's memory before it fails
             raise OSError(errno.ENOSPC, f"{free} are free")
         os.posix_fallocate(fd, 0, size)  # fails here instead of a SIGBUS at first use
     except OSError as error:
@@ -64,7 +64,7 @@ def _create(size: int) -> tuple[Path, int]:
     return path, fd
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """What shared memory can still take: the file system's room, which may be more than the memory there is."""
     room = os.statvfs(SHM)
     available = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..ops.cpu.shared_memory import SHM
+from ..ops.cpu.shared_memory import SHM, free_bytes
 from ..ops.errors import TopkxError
 from ..settings import Settings
 from . import compile_time
@@ -143,7 +142,7 @@ def _process_group_problem(on_gpu: bool) -> str | None:
 
 def _shared_memory() -> dict[str, Any]:
     try:
-        return {"path": str(SHM), "free_bytes": shutil.disk_usage(SHM).free}
+        return {"path": str(SHM), "free_bytes": free_bytes()}
     except OSError:
         return {"path": str(SHM), "free_bytes": None}
 
