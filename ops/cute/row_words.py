@@ -80,15 +80,19 @@ class LogitsSource:
     @cute.jit
     def load(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
         tid, _, _ = cute.arch.thread_idx()
-        first = ((tid // WARP * self.groups + group) * self.items) * WARP + tid % WARP
+        of_warp = (tid // WARP * self.groups + group) * self.items * WARP
+        first = of_warp + tid % WARP
+        # Loads under a predicate each would wait for one another: there are 7 predicates.
+        if of_warp + self.items * WARP <= self.end:
+            for i in cutlass.range_constexpr(self.items):
+                ords[i] = Uint32(self.bits[first + i * WARP])
+        else:
+            for i in cutlass.range_constexpr(self.items):
+                ords[i] = Uint32(self.bits[cutlass.min(first + i * WARP, self.end - 1)])
         for i in cutlass.range_constexpr(self.items):
             j = first + i * WARP
-            ords[i] = Uint32(0)
-            if j < self.end:
-                ords[i] = Uint32(self.bits[j])
-        for i in cutlass.range_constexpr(self.items):
-            j = first + i * WARP
-            ords[i] = score_ord(ords[i], self.fp32, self.floor) if j < self.end else Uint32(0)
+            ord = score_ord(ords[i], self.fp32, self.floor)
+            ords[i] = ord if j < self.end else Uint32(0)
             positions[i] = Uint32(j)
 
 
