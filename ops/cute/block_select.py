@@ -42,52 +42,43 @@ class BlockSelect:
 
     Attributes:
         threads: of the block, 512 or 1024.
-        measured: whether to find the range of the keys before the first pass, and to spread the bins over it.
-            It pays for candidates that were selected before: their floats share a sign and few exponents.
+        ord_bits: width that holds every ord; None to find their range before the first pass, and spread the bins
+            over it. That pays for candidates that were selected before: they share a sign and few exponents.
         histogram: shared, a word a bin, zero between passes; and one for what is not counted.
-        partials: shared, a word of each warp, for four reductions at once.
+        partials: shared, a word of each warp, for three reductions at once.
         result: shared, digit, keys above it, keys in it.
     """
 
     threads: int
-    measured: bool
+    ord_bits: int | None
     histogram: cute.Tensor
     partials: cute.Tensor
     result: cute.Tensor
 
     @classmethod
-    def allocate(cls, smem: SmemAllocator, threads: int, measured: bool) -> BlockSelect:
+    def allocate(cls, smem: SmemAllocator, threads: int, ord_bits: int | None = None) -> BlockSelect:
         assert threads in (512, 1024)
-        sizes = (threads + 4, 4 * WARP, 4)
-        return cls(threads, measured, *(shared_words(smem, size) for size in sizes))
+        sizes = (threads + 4, 3 * WARP, 4)
+        return cls(threads, ord_bits, *(shared_words(smem, size) for size in sizes))
 
     warps = property(lambda self: self.threads // WARP)
     digit_bits = property(lambda self: self.threads.bit_length() - 1)
 
     @cute.jit
-    def threshold(
-        self,
-        source: Source,
-        ords: cute.Tensor,
-        positions: cute.Tensor,
-        count: Int32,
-        ord_bits: Int32,
-        position_bits: Int32,
-    ):
+    def threshold(self, source: Source, ords: cute.Tensor, positions: cute.Tensor, count: Int32):
         """``(ord, inverted position)`` of the last of the best ``count``; ``(1, 0)`` when there are no more.
 
         Args:
             source: the candidates; ``ords`` and ``positions`` are its registers.
             count: how many to keep, at least 1.
-            ord_bits, position_bits: widths that hold every key (ignored when ``measured``).
         """
         tid, _, _ = cute.arch.thread_idx()
         histogram, result = self.histogram, self.result
         histogram[tid] = Uint32(0)
-        base = Uint32(0)
-        if const_expr(self.measured):
-            base, ord_bits, position_bits = self._range(source, ords, positions)
+        if const_expr(self.ord_bits is None):
+            base, ord_bits = self._range(source, ords, positions)
         else:
+            base, ord_bits = Uint32(0), Int32(self.ord_bits)
             cute.arch.sync_threads()
         high = Uint32(1)
         low = Uint32(0)
@@ -118,6 +109,7 @@ class BlockSelect:
             elif shift == 0:  # ties at the threshold: the smaller positions win
                 high = base + prefix
                 in_positions = Boolean(True)
+                position_bits = self._position_bits(source, ords, positions, high)
                 shift = self._first_shift(position_bits)
                 prefix = bits_above(position_bits)
                 mask = Uint32(0)
@@ -161,27 +153,40 @@ class BlockSelect:
 
     @cute.jit
     def _range(self, source: Source, ords: cute.Tensor, positions: cute.Tensor):
-        """The smallest ord, bits of the difference to the largest, bits that positions need. Has a barrier."""
+        """The smallest ord, and bits of the difference to the largest. Has a barrier."""
         tid, _, _ = cute.arch.thread_idx()
         lane, warp, partials = tid % WARP, tid // WARP, self.partials
-        least, most, where = Uint32(FULL), Uint32(0), Uint32(0)
+        least, most = Uint32(FULL), Uint32(0)
         for group in cutlass.range(source.groups, unroll=1):
             source.load(group, ords, positions)
             for i in cutlass.range_constexpr(source.items):
                 least = cutlass.min(least, ords[i] - 1)  # an empty one, 0, becomes the largest
                 most = cutlass.max(most, ords[i])
-                where = where | (positions[i] if ords[i] != 0 else Uint32(0))
-        least, most, where = warp_min(least), warp_max(most), warp_or(where)
+        least, most = warp_min(least), warp_max(most)
         if lane == 0:
             partials[warp] = least
             partials[WARP + warp] = most
-            partials[2 * WARP + warp] = where
         cute.arch.sync_threads()
         there = lane < self.warps
         least = warp_min(partials[lane] if there else Uint32(FULL)) + 1
         most = warp_max(partials[WARP + lane] if there else Uint32(0))
-        where = warp_or(partials[2 * WARP + lane] if there else Uint32(0))
-        return least, bit_length(most - least), bit_length(where)
+        return least, bit_length(most - least)
+
+    @cute.jit
+    def _position_bits(self, source: Source, ords: cute.Tensor, positions: cute.Tensor, high: Uint32):
+        """Bits that the positions of the candidates with ord ``high`` need. Has a barrier."""
+        tid, _, _ = cute.arch.thread_idx()
+        lane, warp, partials = tid % WARP, tid // WARP, self.partials
+        where = Uint32(0)
+        for group in cutlass.range(source.groups, unroll=1):
+            source.load(group, ords, positions)
+            for i in cutlass.range_constexpr(source.items):
+                where = where | (positions[i] if ords[i] == high else Uint32(0))
+        where = warp_or(where)
+        if lane == 0:
+            partials[warp] = where
+        cute.arch.sync_threads()
+        return bit_length(warp_or(partials[lane] if lane < self.warps else Uint32(0)))
 
     @cute.jit
     def _find_digit(self, count: Int32) -> None:
@@ -194,9 +199,9 @@ class BlockSelect:
         histogram[bin] = Uint32(0)
         upto = warp_inclusive_sum(inside, lane)
         if lane == WARP - 1:
-            partials[3 * WARP + warp] = Uint32(upto)
+            partials[2 * WARP + warp] = Uint32(upto)
         cute.arch.sync_threads()
-        upto = upto + warp_sum(Int32(partials[3 * WARP + lane]) if lane < warp else Int32(0))
+        upto = upto + warp_sum(Int32(partials[2 * WARP + lane]) if lane < warp else Int32(0))
         if (upto - inside < count) & (count <= upto):
             result[0] = Uint32(bin)
             result[1] = Uint32(upto - inside)
@@ -218,11 +223,11 @@ class BlockSelect:
             for i in cutlass.range_constexpr(source.items):
                 sink.observe(group, i, kept[i], positions[i])
         if lane == 0:
-            partials[3 * WARP + warp] = Uint32(mine)
+            partials[2 * WARP + warp] = Uint32(mine)
         sink.publish(partials, warp, lane)
         cute.arch.sync_threads()
         sink.collect(partials, self.warps, lane)
-        of_lane = Int32(partials[3 * WARP + lane]) if lane < self.warps else Int32(0)
+        of_lane = Int32(partials[2 * WARP + lane]) if lane < self.warps else Int32(0)
         return warp_sum(of_lane), warp_sum(of_lane if lane < warp else Int32(0))
 
     @cute.jit

@@ -35,7 +35,7 @@ class Sink(Protocol):
     """What becomes of the candidates that are kept: ``put`` puts those at their places. All threads call each.
 
     ``observe`` is told of every candidate before any is put; ``publish`` may then leave words 0..31 of
-    the partials 0 to 2, one a warp, which ``collect`` finds after a barrier.
+    the partials 0 and 1, one a warp, which ``collect`` finds after a barrier.
     """
 
     def observe(self, group: Int32, i: int, kept: Boolean, position: Uint32) -> None: ...

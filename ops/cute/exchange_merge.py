@@ -110,7 +110,7 @@ class ExchangeMerge:
         out_ids = ids if const_expr(self.from_words) else topk_indices
         out = Outputs(out_ids, block_table, req_id, rows, valid, Divisor(*block_size), block_stride)
         smem = SmemAllocator()
-        select = BlockSelect.allocate(smem, shape.threads, measured=True)
+        select = BlockSelect.allocate(smem, shape.threads)
         stage, rescue, bits = None, None, None
         if const_expr(shape.rescues or not self.from_words):
             bits = score_bits(logits, shape.fp32)
@@ -142,7 +142,7 @@ class ExchangeMerge:
             ords = cute.make_rmem_tensor(source.items, Uint32)
             positions = cute.make_rmem_tensor(source.items, Uint32)
             source.wait(ords, positions, epoch, row, watch)
-            high, low = select.threshold(source, ords, positions, Int32(shape.topk), Int32(0), Int32(0))
+            high, low = select.threshold(source, ords, positions, Int32(shape.topk))
             before = Int32(epoch - 1)
             if tid == 0:  # a barrier ago all threads had read the epoch
                 before = exchange_word(epochs.iterator.toint() + Int64(row) * 4, Int32(epoch))
@@ -197,7 +197,7 @@ class ExchangeMerge:
                 best = stage.limited_to(n)
                 best.clear()
                 own.gather(ords, positions)
-                high, low = select.threshold(own, ords, positions, Int32(n), Int32(0), Int32(0))
+                high, low = select.threshold(own, ords, positions, Int32(n))
                 _, first = select.count(own, ords, positions, high, low, best)
                 select.write(own, ords, positions, high, low, first, best)
                 cute.arch.sync_threads()

@@ -22,8 +22,7 @@ def stage_best(source: LogitsSource, select: BlockSelect, stage: WordStage) -> N
     stage.clear()
     ords = cute.make_rmem_tensor(source.items, Uint32)
     positions = cute.make_rmem_tensor(source.items, Uint32)
-    ord_bits = Int32(32 if source.fp32 else 16)
-    high, low = select.threshold(source, ords, positions, Int32(stage.n), ord_bits, source.position_bits)
+    high, low = select.threshold(source, ords, positions, Int32(stage.n))
     _, first = select.count(source, ords, positions, high, low, stage)
     select.write(source, ords, positions, high, low, first, stage)
     cute.arch.sync_threads()
@@ -62,7 +61,7 @@ class LocalTopkWords:
         tid, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         smem = SmemAllocator()
-        select = BlockSelect.allocate(smem, THREADS, measured=False)
+        select = BlockSelect.allocate(smem, THREADS, ord_bits=32 if self.fp32 else 16)
         stage = WordStage.allocate(smem, self.n, self.fp32, THREADS)
         cute.arch.griddepcontrol_wait()  # the logits may come from the kernel before
         cute.arch.griddepcontrol_launch_dependents()

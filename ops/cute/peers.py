@@ -97,17 +97,33 @@ class Peers:
 
         Ranks begin with different targets, so that they do not all load the same link.
         """
+        targets = const_expr(self.shape.world_size if to_self else self.shape.world_size - 1)
+        if const_expr(targets <= 8):
+            for turn in cutlass.range_constexpr(targets):
+                self._store_to(Int32(turn), first, step, pairs, loaded, place, epoch)
+        else:  # there are not the registers for the addresses of all targets
+            for turn in cutlass.range(targets, unroll=1):
+                self._store_to(turn, first, step, pairs, loaded, place, epoch)
+
+    @cute.jit
+    def _store_to(
+        self,
+        turn: Int32,
+        first: Int32,
+        step: cutlass.Constexpr[int],
+        pairs: cutlass.Constexpr[int],
+        loaded: cute.Tensor,
+        place: Uint32,
+        epoch: Uint32,
+    ) -> None:
         world_size = self.shape.world_size
-        targets = const_expr(world_size if to_self else world_size - 1)
-        # There are the registers for the addresses of so many targets.
-        for turn in cutlass.range(targets, unroll=targets if targets <= 8 else 1):
-            target = self.rank + 1 + turn
-            memory = self.bases[target - world_size if target >= world_size else target]
-            for i in cutlass.range_constexpr(cute.size(loaded) // 2):
-                pair = first + i * step
-                if pair < pairs:
-                    address = element(memory, place + Uint32(2 * pair), HALF_BYTES)
-                    store_pair(address, loaded[2 * i], loaded[2 * i + 1], epoch)
+        target = self.rank + 1 + turn
+        memory = self.bases[target - world_size if target >= world_size else target]
+        for i in cutlass.range_constexpr(cute.size(loaded) // 2):
+            pair = first + i * step
+            if pair < pairs:
+                address = element(memory, place + Uint32(2 * pair), HALF_BYTES)
+                store_pair(address, loaded[2 * i], loaded[2 * i + 1], epoch)
 
     def own_words(self, epoch: Uint32, row: Int32) -> Int64:
         """Where this rank keeps the words that it pushed, without tags: nobody stores to its own slot."""

@@ -98,7 +98,7 @@ class RowRescue:
         positions = cute.make_rmem_tensor(words.items, Uint32)
         words.fetch(ords, positions)
         topk = Int32(words.shape.topk)
-        high, low = self.select.threshold(words, ords, positions, topk, Int32(0), Int32(0))
+        high, low = self.select.threshold(words, ords, positions, topk)
         sink = MergeSink.of_row(words, self.peers.rank, row, request, out)
         total, first = self.select.count(words, ords, positions, high, low, sink)
         self.select.write(words, ords, positions, high, low, first, sink)
@@ -194,7 +194,7 @@ class TopkRescue:
         smem = SmemAllocator()
         rescue = RowRescue(
             Peers(shape, bases, rank, list_epoch.shape[1]),
-            BlockSelect.allocate(smem, shape.threads, measured=True),
+            BlockSelect.allocate(smem, shape.threads),
             WordStage.allocate(smem, shape.topk, shape.fp32, shape.threads),
             True,
             list_epoch,

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32, const_expr
 
 from ..layouts import packed_row_words
-from .primitives import WARP, SmemAllocator, bit_length, or_shared, shared_words
+from .primitives import WARP, SmemAllocator, or_shared, shared_words
 
 
 def row_words(n: int, fp32: bool) -> int:
@@ -72,10 +72,6 @@ class LogitsSource:
     @property
     def groups(self) -> Int32:
         return cute.ceil_div(self.end, self.items * self.threads)
-
-    @property
-    def position_bits(self) -> Int32:
-        return bit_length(Uint32(self.end))
 
     @cute.jit
     def load(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:

@@ -71,7 +71,7 @@ class TopkSelect:
         tid, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         shape = self.shape
-        select = BlockSelect.allocate(SmemAllocator(), shape.threads, measured=True)
+        select = BlockSelect.allocate(SmemAllocator(), shape.threads)
         cute.arch.griddepcontrol_wait()  # the words come from the kernel before
         cute.arch.griddepcontrol_launch_dependents()
         out = Outputs(ids, block_table, req_id, rows, valid, Divisor(*block_size), block_stride)
@@ -80,7 +80,7 @@ class TopkSelect:
         ords = cute.make_rmem_tensor(source.items, Uint32)
         positions = cute.make_rmem_tensor(source.items, Uint32)
         source.fetch(ords, positions)
-        high, low = select.threshold(source, ords, positions, Int32(shape.topk), Int32(0), Int32(0))
+        high, low = select.threshold(source, ords, positions, Int32(shape.topk))
         sink = MergeSink.of_row(source, rank, row, request, out)
         total, first = select.count(source, ords, positions, high, low, sink)
         select.write(source, ords, positions, high, low, first, sink)
