@@ -186,7 +186,8 @@ class Block:
             elif modifiers[0] == "wide":
                 product, added = v(1).astype(wider) * v(2).astype(wider), wider
             else:
-                bits = wider(8 * np.dtype(dtype).itemsize)
+                wider = _WIDER.get(dtype, object)  # of 64 bits, Python's integers
+                bits = 8 * np.dtype(dtype).itemsize
                 product, added = (v(1).astype(wider) * v(2).astype(wider) >> bits).astype(dtype), dtype
             return product + v(3, added) if name == "mad" else product
         if name == "high_product":

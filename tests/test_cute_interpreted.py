@@ -113,16 +113,19 @@ def test_exchange_merge(dtype: torch.dtype, world_size: int, k: int, n: int, int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_candidates_that_no_block_can_hold(dtype: torch.dtype) -> None:
-    world_size, k = 5, 1800  # 9000 candidates
-    logits, ends, _, _ = hostile_ranks(0, world_size, 1, 2500, dtype, ["random_scores", "ties"])
-    words = [cpu.local_topk_words(x, e, k) for x, e in zip(logits, ends, strict=True)]
-    loopback = Interpreted(world_size, 2, k, k, dtype)
+@pytest.mark.parametrize("world_size, k, n", [(5, 1800, 1800), (7, 700, 657)])  # 9000 and 4599 candidates
+def test_candidates_that_no_block_can_hold(dtype: torch.dtype, world_size: int, k: int, n: int) -> None:
+    names = ["random_scores", "ties", "one_rank_has_all"]  # the last: 4642 candidates in round 2
+    logits, ends, _, _ = hostile_ranks(0, world_size, 1, 2500, dtype, names)
+    words, lists = ([cpu.local_topk_words(x, e, m) for x, e in zip(logits, ends, strict=True)] for m in (n, k))
+    loopback = Interpreted(world_size, 3, k, n, dtype)
     got = loopback.run(
-        lambda x: launch.prepare_exchange(x, words[x.rank], logits[0], ends[0], loopback.spec(x.rank, 1), None, True)
+        lambda x: launch.prepare_exchange(
+            x, words[x.rank], logits[x.rank], ends[x.rank], loopback.spec(x.rank, 1), None, True
+        )
     )
     for rank, merged in enumerate(got):
-        assert_merged(merged, expected(words, words, loopback.spec(rank, 1), None))
+        assert_merged(merged, expected(words, lists, loopback.spec(rank, 1), None))
 
 
 @pytest.mark.parametrize("k, n", [(64, 40), (64, 64)])
