@@ -1,29 +1,36 @@
-"""Merges on two GPUs, eager and in CUDA graphs, and how many of their rows are wrong: for the tests on GPUs."""
+"""Merges on several GPUs, eager and in CUDA graphs, and how many of their rows are wrong: for the tests on GPUs."""
 
 from __future__ import annotations
 
+import os
+
+import pytest
 import torch
 import torch.distributed as dist
 
 from vllm_topkx.ranks import RankContext
 
 ops = torch.ops.topkx
-W = 2
+#: Ranks, a GPU each.
+W = int(os.environ.get("TOPKX_TEST_GPUS", "2"))
+enough_gpus = pytest.mark.skipif(torch.cuda.device_count() < W, reason=f"needs {W} CUDA GPUs (TOPKX_TEST_GPUS)")
 
 
-def random_inputs(seed: int, rows: int, columns: int, skew: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def random_inputs(
+    seed: int, rows: int, columns: int, skew: bool = False, world_size: int = W
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and row ends of all ranks, on the CPU; with ``skew`` one rank holds (nearly) all winners of a row."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(W, rows, columns, generator=generator)
+    logits = torch.randn(world_size, rows, columns, generator=generator)
     if skew:
-        logits[torch.arange(rows) % W, torch.arange(rows)] += 50
-    ends = torch.randint(columns // 2, columns + 1, (W, rows), generator=generator, dtype=torch.int32)
+        logits[torch.arange(rows) % world_size, torch.arange(rows)] += 50
+    ends = torch.randint(columns // 2, columns + 1, (world_size, rows), generator=generator, dtype=torch.int32)
     return logits, ends
 
 
 def exchange(ctx, logits, ends, k, n, interleave=1, lane=0) -> torch.Tensor:
     words = ops.local_topk_words(logits, ends, n)
-    return ops.exchange_merge(words, logits, ends, ctx.group_name, W, k, n, interleave, lane=lane)[2]
+    return ops.exchange_merge(words, logits, ends, ctx.group_name, ctx.world_size, k, n, interleave, lane=lane)[2]
 
 
 def expected_scores(logits: torch.Tensor, ends: torch.Tensor, k: int) -> torch.Tensor:
@@ -36,7 +43,8 @@ def expected_scores(logits: torch.Tensor, ends: torch.Tensor, k: int) -> torch.T
 def scores_of(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Scores at global positions of interleave 1, sorted descending."""
     ids = ids.long()
-    picked = logits[ids % W, torch.arange(ids.shape[0], device=ids.device)[:, None], ids // W]
+    world_size = len(logits)
+    picked = logits[ids % world_size, torch.arange(len(ids), device=ids.device)[:, None], ids // world_size]
     return picked.sort(dim=-1, descending=True).values
 
 

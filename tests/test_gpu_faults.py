@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forking import seen_in_child
-from gpu_calls import Captured, W, exchange, random_inputs, warm_up, wrong_rows
+from gpu_calls import Captured, W, enough_gpus, exchange, random_inputs, warm_up, wrong_rows
 
 import vllm_topkx
 from vllm_topkx.ops.errors import ExchangeTimeoutError, TopkxError
@@ -28,7 +28,7 @@ from vllm_topkx.ranks import RankContext, RankError, RankPool
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.gpu2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+    enough_gpus,
 ]
 
 ops = torch.ops.topkx

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_calls import Captured, W, exchange, random_inputs, warm_up, wrong_rows
+from gpu_calls import Captured, W, enough_gpus, exchange, random_inputs, warm_up, wrong_rows
 
 import vllm_topkx
 from vllm_topkx.cli.hostile import stacked
@@ -24,7 +24,7 @@ from vllm_topkx.ranks import RankContext, RankError, RankPool
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.gpu2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+    enough_gpus,
 ]
 
 ops = torch.ops.topkx
@@ -73,7 +73,7 @@ def many_random_rows(ctx: RankContext, k: int, n: int, rows: int, calls: int, sk
     vllm_topkx.reserve(ctx.group, rows=rows, topk=k, local_topk=n)
     wrong = 0
     for call in range(calls):
-        logits, ends = (t.to(ctx.device) for t in random_inputs(call, rows, 5000, skew))
+        logits, ends = (t.to(ctx.device) for t in random_inputs(call, rows, 5000, skew, ctx.world_size))
         ids = exchange(ctx, logits[ctx.rank], ends[ctx.rank], k, n)
         wrong += int(wrong_rows(ids, logits, ends, k))
     return wrong
@@ -119,8 +119,8 @@ def dcp_contract(ctx: RankContext, k: int, n: int) -> tuple[list[bool], list]:
 @pytest.mark.parametrize("k, n", [(512, 512), (512, 320), (2048, 2048)])
 def test_vllms_contract_in_place(gpus: RankPool, k: int, n: int) -> None:
     found = gpus.run(dcp_contract, k, n)
-    assert found[0][1] == found[1][1]
-    for same, _ in found:
+    for same, ids in found:
+        assert ids == found[0][1]
         assert all(same)
 
 
@@ -315,8 +315,9 @@ def test_a_rank_that_cannot_set_up_stops_all_ranks(gpus: RankPool) -> None:
 
 
 def world_and_subgroup(ctx: RankContext) -> int:
-    group = dist.new_group([0, 1])
-    inner = RankContext(ctx.rank, W, group, ctx.device)
+    """Groups of two ranks each, as DCP 2 in a tensor parallel group of W, and all together."""
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, W, 2)]
+    inner = RankContext(ctx.rank % 2, 2, pairs[ctx.rank // 2], ctx.device)
     wrong = 0
     for context in (inner, ctx, inner):
         wrong += many_random_rows(context, 128, 80, 8, 3, True)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_calls import W, random_inputs, wrong_rows
+from gpu_calls import W, enough_gpus, random_inputs, wrong_rows
 from merging import expected
 
 import vllm_topkx
@@ -28,7 +28,7 @@ from vllm_topkx.ranks import RankContext, RankPool
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.gpu2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+    enough_gpus,
 ]
 
 ops = torch.ops.topkx
