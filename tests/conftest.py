@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 # `python -m pytest` puts the checkout on the path, where the package lies in pieces: test the installed one.
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent.parent]
+
+# Where CuTe DSL leaves the PTX that it is told to keep. It reads the variable once, when it is imported; its default
+# is the current folder.
+_KEPT = TemporaryDirectory(prefix="topkx-ptx-")
+os.environ["CUTE_DSL_DUMP_DIR"] = _KEPT.name
 
 import pytest
 from merging import release

@@ -66,9 +66,8 @@ VARIANTS += [(arch, v) for i, arch in enumerate(BLACKWELL) for v in blackwell_va
 
 
 @pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", HOPPER)
-    monkeypatch.chdir(tmp_path)  # where the compiler leaves the PTX that it is told to keep
 
 
 @pytest.mark.parametrize("arch, variant", VARIANTS, ids=lambda v: v if isinstance(v, str) else repr(v))

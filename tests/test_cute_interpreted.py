@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,11 +21,6 @@ from vllm_topkx.ops.reference import reference_topk, same_sets
 from vllm_topkx.ops.spec import MergeSpec
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)  # where the compiler leaves the PTX that it is told to keep
 
 
 #: Rows for tests of many ranks: without rescue, with one, with two; and ties.

@@ -5,8 +5,6 @@ A kernel is compiled for its W, K, N and layout, and the compiler finds other co
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,25 +12,12 @@ from interpreted import Interpreted
 from merging import assert_merged, expected, kv_maps
 
 from vllm_topkx.cli.hostile import HOSTILE, stacked
+from vllm_topkx.cli.merge_dump import local_lists
 from vllm_topkx.ops.cpu import select as cpu
 from vllm_topkx.ops.cute import launch
 from vllm_topkx.ops.reference import reference_topk, same_sets
 
 ROWS = 3
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)  # where the compiler leaves the PTX that it is told to keep
-
-
-def local_topk(logits: torch.Tensor, ends: torch.Tensor, k: int, rng: np.random.Generator) -> torch.Tensor:
-    """vLLM's ``topk_indices``: the best of each row at random places, -1 at the others."""
-    indices = torch.full((len(logits), k), -1, dtype=torch.int32)
-    for row, end in enumerate(ends.tolist()):
-        best = logits[row, :end].float().nan_to_num(-torch.inf).topk(min(k, end)).indices.to(torch.int32)
-        indices[row, torch.from_numpy(rng.permutation(k))[: len(best)]] = best
-    return indices
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -59,10 +44,11 @@ def test_random_shapes(seed: int) -> None:
         assert_merged(merged, expected(words, lists, specs[rank], kv[rank]))
         assert same_sets(merged.ids.numpy(), reference).all()
 
-    indices = [local_topk(x, e, k, rng) for x, e in zip(logits, ends, strict=True)]
+    indices = [local_lists(x, e, k) for x, e in zip(logits, ends, strict=True)]
     words, lists = zip(
         *(cpu.words_of_local_topk(x, i, None, n) for x, i in zip(logits, indices, strict=True)), strict=True
     )
     got = loopback.run(lambda x: launch.prepare_merge_dcp_topk(x, logits[x.rank], indices[x.rank], None, specs[x.rank]))
     for rank, ids in enumerate(got):
         assert torch.equal(ids, expected(words, lists, specs[rank], None).ids)
+        assert same_sets(ids.numpy(), reference).all()
