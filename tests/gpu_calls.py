@@ -11,7 +11,7 @@ import torch.distributed as dist
 from vllm_topkx.ranks import RankContext
 
 ops = torch.ops.topkx
-#: Ranks, a GPU each.
+#: Ranks, a GPU each: an even number, for the tests that pair them.
 W = int(os.environ.get("TOPKX_TEST_GPUS", "2"))
 enough_gpus = pytest.mark.skipif(torch.cuda.device_count() < W, reason=f"needs {W} CUDA GPUs (TOPKX_TEST_GPUS)")
 

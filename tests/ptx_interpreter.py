@@ -180,13 +180,12 @@ class Block:
         if name in ("not", "neg"):
             return ~v(1) if name == "not" else np.negative(v(1))
         if name in ("mul", "mad"):
-            wider = _WIDER.get(dtype, dtype)
+            wider = _WIDER.get(dtype, object)  # of 64 bits, Python's integers
             if modifiers[0] == "lo":
                 product, added = v(1) * v(2), dtype
             elif modifiers[0] == "wide":
                 product, added = v(1).astype(wider) * v(2).astype(wider), wider
             else:
-                wider = _WIDER.get(dtype, object)  # of 64 bits, Python's integers
                 bits = 8 * np.dtype(dtype).itemsize
                 product, added = (v(1).astype(wider) * v(2).astype(wider) >> bits).astype(dtype), dtype
             return product + v(3, added) if name == "mad" else product

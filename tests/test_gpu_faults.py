@@ -246,6 +246,7 @@ def left_alone(ctx: RankContext, notes: Path) -> None:
         time.sleep(4)  # rank 1 waits for a rank that lives
 
 
+@pytest.mark.skipif(W != 2, reason="two ranks leave one another alone, with a lane each")
 def test_a_replay_too_many_and_a_second_micro_batch_name_the_idle_rank(tmp_path: Path) -> None:
     with RankPool(W, device_type="cuda") as ranks:
         ranks.run(left_alone, tmp_path)

@@ -64,10 +64,10 @@ class RankWords:
         memory = gathered[0, row, None].iterator.toint()
         return cls(shape, shape.held, PLAIN, memory, Uint32(0), Uint32(gathered.stride[0]), interleave)
 
-    def with_lists(self, peers: Peers, row: Int32, saturated: Uint32, held: bool) -> RankWords:
+    def with_lists(self, peers: Peers, row: Int32, saturated: Uint32) -> RankWords:
         """The candidates of round 2; they can be held when one rank is saturated and the shape says so."""
         lists = peers.list(Int32(0), row)
-        return replace(self, held=held, peers=peers, lists=lists, saturated=saturated)
+        return replace(self, held=False, peers=peers, lists=lists, saturated=saturated)
 
     @property
     def items(self) -> int:

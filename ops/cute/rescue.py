@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -72,14 +72,14 @@ class RowRescue:
         """
         tid, _, _ = cute.arch.thread_idx()
         peers, shape, tags = self.peers, self.peers.shape, self.list_epoch
-        second = words.with_lists(peers, row, saturated, False)
+        second = words.with_lists(peers, row, saturated)
         if second.is_saturated(peers.rank):
             self.stage_list(own)
             place = second.list_of(peers.rank)
             tag = Uint32(tags[place, row]) + 1
             peers.push(self.stage.stage, shape.topk, peers.list(place, row), tag, to_self=True)
         second.wait_lists(tags, row, self.watch)
-        held = words.with_lists(peers, row, saturated, True)
+        held = replace(second, held=True)
         if const_expr(not shape.rescues_held):
             self.merge(second, row, request, out)
         elif const_expr(rescue_slots(shape.topk, shape.local_topk) == 1):
