@@ -32,6 +32,9 @@ from .primitives import (
     warp_sum,
 )
 
+#: Candidates of a thread that are voted on and then written together: what registers allow.
+AT_ONCE = 16
+
 
 @dataclass(frozen=True)
 class BlockSelect:
@@ -246,12 +249,15 @@ class BlockSelect:
         own_bit = below + 1
         for group in cutlass.range(source.groups, unroll=1):
             source.load(group, ords, positions)
-            # All votes before the first store: so that they do not wait for one another.
-            kept = [is_kept(ords[i], positions[i], high, low) for i in range(source.items)]
-            votes = [ballot(k) for k in kept]
-            for start, lanes in enumerate(lanes_of(kept)):
-                before = lanes * 0x01010100  # in each byte the sum of those below it
-                for i in cutlass.range_constexpr(4 * start, min(4 * start + 4, source.items)):
-                    of_item = Int32((before >> (8 * (i % 4))) & 0xFF) + Int32(cute.arch.popc(votes[i] & below))
-                    sink.put((votes[i] & own_bit) != 0, first + of_item, group, i, ords[i], positions[i])
-                first = first + byte_sum(lanes)
+            for start in cutlass.range_constexpr(0, source.items, AT_ONCE):
+                some = range(start, min(start + AT_ONCE, source.items))
+                # All votes before the first store: so that they do not wait for one another.
+                kept = [is_kept(ords[i], positions[i], high, low) for i in some]
+                votes = [ballot(k) for k in kept]
+                for word, lanes in enumerate(lanes_of(kept)):
+                    before = lanes * 0x01010100  # in each byte the sum of those below it
+                    for j in cutlass.range_constexpr(4 * word, min(4 * word + 4, len(some))):
+                        of_item = Int32((before >> (8 * (j % 4))) & 0xFF) + Int32(cute.arch.popc(votes[j] & below))
+                        i = some[j]
+                        sink.put((votes[j] & own_bit) != 0, first + of_item, group, i, ords[i], positions[i])
+                    first = first + byte_sum(lanes)

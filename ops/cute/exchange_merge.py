@@ -156,7 +156,7 @@ class ExchangeMerge:
                 else:
                     if const_expr(self.from_words):
                         # A score below the threshold of round 1 is below that of round 2.
-                        own = LogitsSource.of_row(bits, row_ends, row, high, shape.fp32, shape.threads)
+                        own = LogitsSource.of_row(bits, row_ends, row, high, shape)
                     else:
                         own = self.own_list(bits, topk_indices, row_starts, row)
                     rescue.run(source, own, saturated, row, request, out)

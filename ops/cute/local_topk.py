@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from .block_select import BlockSelect
 from .primitives import SmemAllocator
@@ -14,18 +16,31 @@ from .wait import Watch
 
 #: One block a row of up to 131072 scores: as many threads as a block can have.
 THREADS = 1024
+#: Scores of a row that stay in registers, 16 a thread: their passes cost no memory time.
+SCORES_HELD = 16 * THREADS
 
 
 @cute.jit
 def stage_best(source: LogitsSource, select: BlockSelect, stage: WordStage) -> None:
     """The best ``stage.n`` of ``source`` into the stage, which can be read after this returns; a rescue's, too."""
     stage.clear()
+    if const_expr(source.most_held == 0):
+        _stage_best(source, select, stage)
+    elif source.end <= source.most_held:
+        _stage_best(replace(source, held=True), select, stage)
+    else:
+        _stage_best(source, select, stage)
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def _stage_best(source: LogitsSource, select: BlockSelect, stage: WordStage) -> None:
     ords = cute.make_rmem_tensor(source.items, Uint32)
     positions = cute.make_rmem_tensor(source.items, Uint32)
+    source.fetch(ords)
     high, low = select.threshold(source, ords, positions, Int32(stage.n))
     _, first = select.count(source, ords, positions, high, low, stage)
     select.write(source, ords, positions, high, low, first, stage)
-    cute.arch.sync_threads()
 
 
 class LocalTopkWords:
@@ -69,7 +84,7 @@ class LocalTopkWords:
         if (end < 0) | (end > columns):
             Watch(record, Int64(0)).fail(row, columns, Uint32(end), 0)
         bits = score_bits(logits, self.fp32)[row, None]
-        stage_best(LogitsSource(bits, end, Uint32(1), self.fp32, THREADS), select, stage)
+        stage_best(LogitsSource(bits, end, Uint32(1), self.fp32, THREADS, SCORES_HELD), select, stage)
         staged = stage.stage
         for i in cutlass.range(tid, stage.words, THREADS):
             words[row, i] = Int32(staged[i])

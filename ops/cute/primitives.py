@@ -201,6 +201,12 @@ def high_product(a: Uint32, b: Uint32, shift: Int32, *, loc=None, ip=None) -> Ui
     return Uint32(_asm(T.i32(), operands, text, "=r,r,r,r", loc, ip, side_effects=False))
 
 
+@dsl_user_op
+def anew(value: Int32, *, loc=None, ip=None) -> Int32:
+    """``value``, of which the compiler does not know that it had it before: what follows from it is computed again."""
+    return Int32(_asm(T.i32(), (Int32(value),), "mov.b32 $0, $1;", "=r,r", loc, ip))
+
+
 def element(memory: Int64, index: Uint32, size: int) -> Int64:
     """Address of element ``index`` of ``size`` bytes."""
     return memory + Int64(index) * size

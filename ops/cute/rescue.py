@@ -207,6 +207,6 @@ class TopkRescue:
             saturated = Uint32(saturation[row])
             if saturated != 0:
                 words = RankWords.gathered(shape, gathered, row, Divisor(*interleave))
-                own = LogitsSource.of_row(bits, row_ends, row, Uint32(1), shape.fp32, shape.threads)
+                own = LogitsSource.of_row(bits, row_ends, row, Uint32(1), shape)
                 rescue.run(words, own, saturated, row, out.request(row), out)
                 cute.arch.sync_threads()  # the next row uses the same shared memory

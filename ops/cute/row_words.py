@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32, const_expr
 
 from ..layouts import packed_row_words
-from .primitives import WARP, SmemAllocator, or_shared, shared_words
+from .primitives import WARP, SmemAllocator, anew, or_shared, shared_words
+from .shape import RowShape
 
 
 def row_words(n: int, fp32: bool) -> int:
@@ -42,13 +43,15 @@ def score_bits(logits: cute.Tensor, fp32: bool) -> cute.Tensor:
 
 @dataclass(frozen=True)
 class LogitsSource:
-    """Every score of a row up to its end; read again in each pass, as a row can be far larger than a block.
+    """Every score of a row up to its end.
 
     Args:
         bits: ``[L]``, the row's bits.
         end: its valid positions.
         floor: scores below this ord are left out, at least 1.
         threads: of the block.
+        most_held: scores of a row that can stay in registers; a row of more is read again in each pass.
+        held: whether they do; :meth:`fetch` then fills the registers.
     """
 
     bits: cute.Tensor
@@ -56,40 +59,60 @@ class LogitsSource:
     floor: Uint32
     fp32: bool
     threads: int
+    most_held: int
+    held: bool = False
 
     @classmethod
     def of_row(
-        cls, bits: cute.Tensor, row_ends: cute.Tensor, row: Int32, floor: Uint32, fp32: bool, threads: int
+        cls, bits: cute.Tensor, row_ends: cute.Tensor, row: Int32, floor: Uint32, shape: RowShape
     ) -> LogitsSource:
         """Row ``row``, cut to the columns there are; ``local_topk_words`` is what refuses a row end."""
-        return cls(bits[row, None], cutlass.min(row_ends[row], bits.shape[1]), floor, fp32, threads)
+        end = cutlass.min(row_ends[row], bits.shape[1])
+        return cls(bits[row, None], end, floor, shape.fp32, shape.threads, shape.scores_held)
 
     @property
     def items(self) -> int:
+        if self.held:
+            return self.most_held // self.threads
         # Bytes in flight that keep an SM's share of the L2 bandwidth busy: 32 KiB. More registers there are not.
         return 8192 // self.threads if self.fp32 else 16
 
     @property
-    def groups(self) -> Int32:
-        return cute.ceil_div(self.end, self.items * self.threads)
+    def groups(self) -> int | Int32:
+        return 1 if self.held else cute.ceil_div(self.end, self.items * self.threads)
+
+    def load(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
+        if not self.held:
+            self._read(group, ords)
+        # Else all positions would occupy registers between passes.
+        first = anew(self._first(group))
+        for i in range(self.items):
+            positions[i] = Uint32(first + i * WARP)
+
+    def fetch(self, ords: cute.Tensor) -> None:
+        """Reads what is held."""
+        if self.held:
+            self._read(Int32(0), ords)
+
+    def _first(self, group: Int32) -> Int32:
+        """Candidate 0 of this thread in ``group``; see :class:`.candidates.Source`."""
+        tid, _, _ = cute.arch.thread_idx()
+        return (tid // WARP * self.groups + group) * self.items * WARP + tid % WARP
 
     @cute.jit
-    def load(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
+    def _read(self, group: Int32, ords: cute.Tensor) -> None:
         tid, _, _ = cute.arch.thread_idx()
-        of_warp = (tid // WARP * self.groups + group) * self.items * WARP
-        first = of_warp + tid % WARP
+        first = self._first(group)
         # Loads under a predicate each would wait for one another: there are 7 predicates.
-        if of_warp + self.items * WARP <= self.end:
+        if first - tid % WARP + self.items * WARP <= self.end:
             for i in cutlass.range_constexpr(self.items):
                 ords[i] = Uint32(self.bits[first + i * WARP])
         else:
             for i in cutlass.range_constexpr(self.items):
                 ords[i] = Uint32(self.bits[cutlass.min(first + i * WARP, self.end - 1)])
         for i in cutlass.range_constexpr(self.items):
-            j = first + i * WARP
             ord = score_ord(ords[i], self.fp32, self.floor)
-            ords[i] = ord if j < self.end else Uint32(0)
-            positions[i] = Uint32(j)
+            ords[i] = ord if first + i * WARP < self.end else Uint32(0)
 
 
 @dataclass(frozen=True)

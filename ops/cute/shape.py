@@ -55,3 +55,11 @@ class RowShape:
     def rescues_held(self) -> bool:
         """Whether those stay in registers."""
         return self.items_rescued <= MAX_HELD
+
+    @property
+    def scores_held(self) -> int:
+        """Scores of a row that stay in registers while a rescue selects its list, 32 a thread.
+
+        None where the words of more ranks need the registers: there the fewest rows are rescued.
+        """
+        return 32 * self.threads if self.world_size == 2 else 0
