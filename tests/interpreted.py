@@ -124,7 +124,7 @@ class Interpreted:
             extra = [*self._buffers, ready.exchange.record.memory]
             blocks += ready.kernel.blocks(ready.arguments, extra, self.seed + len(blocks))
         run_together(blocks, self.seed)
-        self.shared_bytes = max(block.shared_bytes for block in blocks)
+        self.shared_bytes = max(block.shared.used for block in blocks)
         return [ready.result for ready in launches]
 
 

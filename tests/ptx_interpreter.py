@@ -5,8 +5,9 @@ one instruction, so diverged threads meet again where their paths do; which warp
 random, so that a missing barrier shows. Kernels that wait for each other are run block by block in turns.
 
 Checked while running: global addresses lie in a tensor that was passed, shared addresses in what the block
-may have, accesses are aligned, and warp-wide instructions find their whole warp. It knows the instructions
-that these kernels use and raises ``NotImplementedError`` at any other; memory is sequentially consistent.
+may have and with no race, accesses are aligned, and warp-wide instructions find their whole warp. It knows the
+instructions that these kernels use and raises ``NotImplementedError`` at any other; memory is sequentially
+consistent.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from ptx_program import Memory, Program
+from shared_memory import SharedMemory
 
 LANES = 32
-SHARED_BYTES = 100 << 10
 Vector = np.ndarray
 _TYPES = {
     "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
@@ -59,8 +60,8 @@ class Block:
         self._pc = np.zeros(n, np.int64)
         self._done, self._waiting = np.zeros(n, bool), np.zeros(n, bool)
         self._chosen, self._redraw = np.ones(n, bool), 0
-        self._shared = np.full(SHARED_BYTES // 4, 0xDEADBEEF, np.uint32)
-        self.shared_bytes = self.steps = 0
+        self.shared = SharedMemory()
+        self.steps = 0
         tid = np.arange(n, dtype=np.uint32)
         lower = ((np.uint64(1) << (tid % LANES).astype(np.uint64)) - np.uint64(1)).astype(np.uint32)
         self._registers: dict[str, Vector] = {
@@ -80,6 +81,7 @@ class Block:
                 if self._done.all():
                     return True
                 self._waiting[:] = False  # all have come to the barrier
+                self.shared.barrier()
                 continue
             if self.steps >= self._redraw:
                 share = self._random.choice([0.2, 1.0, 1.0, 1.0])
@@ -235,16 +237,11 @@ class Block:
         addresses = self._address(where, active)
         if "shared" in modifiers:
             addresses &= 0xFFFFFFFF
-            self.shared_bytes = max(self.shared_bytes, int(addresses.max()) + size * count)
-            if self.shared_bytes > SHARED_BYTES or (addresses % (size * count)).any():
-                raise IndexError(f"shared memory at {int(addresses.max())}")
-            shared = self._shared.view(dtype)
-            places = [addresses // size + i for i in range(count)]
+            threads = np.flatnonzero(active)
             if name == "st":
-                for place, register in zip(places, registers, strict=True):
-                    shared[place] = self._value(register, dtype)[active]
+                self.shared.store(addresses, threads, [self._value(r, dtype)[active] for r in registers])
                 return
-            loaded = [shared[place] for place in places]
+            loaded = self.shared.load(addresses, threads, dtype, count)
         elif name == "st":
             self.memory.store(addresses, [self._value(register, dtype)[active] for register in registers])
             return
@@ -259,8 +256,8 @@ class Block:
 
     def _atomic(self, name: str, modifiers: list[str], arguments: list[str], active: Vector) -> None:
         if name == "red":
-            places = (self._address(arguments[0], active) & 0xFFFFFFFF) // 4
-            _BITWISE[modifiers[-2]].at(self._shared, places, self._value(arguments[1], np.uint32)[active])
+            addresses, values = self._address(arguments[0], active) & 0xFFFFFFFF, self._value(arguments[1], np.uint32)
+            self.shared.combine(addresses, np.flatnonzero(active), _BITWISE[modifiers[-2]], values[active])
             return
         old = np.zeros(self._n, np.uint32)
         addresses = np.zeros(self._n, np.int64)
@@ -270,10 +267,6 @@ class Block:
                 here = addresses[thread : thread + 1]
                 old[thread] = self.memory.load(here, np.uint32, 1)[0][0]
                 self.memory.store(here, [self._value(arguments[2], np.uint32)[thread : thread + 1]])
-            elif "shared" in modifiers:
-                place = (addresses[thread] & 0xFFFFFFFF) // 4
-                old[thread] = self._shared[place]
-                self._shared[place] += self._value(arguments[2], np.uint32)[thread]
             else:  # compare and swap
                 here = addresses[thread : thread + 1]
                 old[thread] = self.memory.load(here, np.uint32, 1)[0][0]

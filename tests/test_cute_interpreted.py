@@ -9,7 +9,8 @@ import pytest
 import torch
 from interpreted import Interpreted, interpreting, run_alone
 from merging import assert_merged, expected, kv_maps
-from ptx_interpreter import SHARED_BYTES, Trapped
+from ptx_interpreter import Trapped
+from shared_memory import SHARED_BYTES
 
 from vllm_topkx.cli.hostile import HOSTILE, stacked
 from vllm_topkx.ops.cpu import select as cpu
@@ -41,6 +42,12 @@ def test_local_topk_words(dtype: torch.dtype, n: int) -> None:
         logits = torch.nn.functional.pad(logits, (1, 2))[:, 1:-2]  # a row stride, and rows that are not aligned
         words = run_alone(launch.local_topk_words, logits, ends, n)
         assert torch.equal(words, cpu.local_topk_words(logits, ends, n))
+
+
+@pytest.mark.parametrize("columns", [0, 9])
+def test_an_empty_row_is_not_read(columns: int) -> None:
+    ends = torch.zeros(2, dtype=torch.int32)
+    assert not run_alone(launch.local_topk_words, torch.zeros(2, columns), ends, 8).any()
 
 
 def test_all_positions_of_the_bf16_layout() -> None:
@@ -120,6 +127,25 @@ def test_candidates_that_no_block_can_hold(dtype: torch.dtype, world_size: int, 
     )
     for rank, merged in enumerate(got):
         assert_merged(merged, expected(words, lists, loopback.spec(rank, 1), None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [16384, 17000])  # all of a row's scores in registers, and more than fit
+def test_rescues_of_long_rows(dtype: torch.dtype, columns: int) -> None:
+    names, k, n = ["one_rank_has_all"], 40, 25
+    logits, ends, numbers, rows_ends = hostile_ranks(0, 2, 1, columns, dtype, names)
+    ends, rows_ends = [torch.full_like(e, columns) for e in ends], np.full_like(rows_ends, columns)
+    words, lists = ([cpu.local_topk_words(x, e, m) for x, e in zip(logits, ends, strict=True)] for m in (n, k))
+    loopback = Interpreted(2, 1, k, n, dtype)
+    got = loopback.run(
+        lambda x: launch.prepare_exchange(
+            x, words[x.rank], logits[x.rank], ends[x.rank], loopback.spec(x.rank, 1), None, True
+        )
+    )
+    assert loopback.exchanges[0].list_epoch[0].tolist() == [1]  # it was rescued
+    for rank, merged in enumerate(got):
+        assert_merged(merged, expected(words, lists, loopback.spec(rank, 1), None))
+        assert same_sets(merged.ids.numpy(), reference_topk(numbers, rows_ends, k, 1)).all()
 
 
 @pytest.mark.parametrize("k, n", [(64, 40), (64, 64)])

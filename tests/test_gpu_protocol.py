@@ -205,8 +205,8 @@ def test_a_dependent_kernel_that_is_launched_early_reads_final_ids(
     found = gpus.run(read_early, in_place, graphed)
     print(found)
     assert [(read, merged) for read, merged, _ in found] == [(0, 0)] * W
-    # It was there while rank 0 waited for rank 1, a millisecond; in a graph, that is up to the driver.
-    assert graphed or found[0][2] > 200
+    # It was there while one rank waited for the other, mostly rank 0, a millisecond; in a graph the driver decides.
+    assert graphed or max(early_us for _, _, early_us in found) > 200
 
 
 # tools

@@ -26,7 +26,7 @@ def stage_best(source: LogitsSource, select: BlockSelect, stage: WordStage) -> N
     stage.clear()
     if const_expr(source.most_held == 0):
         _stage_best(source, select, stage)
-    elif source.end <= source.most_held:
+    elif (source.end > 0) & (source.end <= source.most_held):  # of an empty row nothing can be read
         _stage_best(replace(source, held=True), select, stage)
     else:
         _stage_best(source, select, stage)

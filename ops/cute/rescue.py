@@ -73,6 +73,7 @@ class RowRescue:
         tid, _, _ = cute.arch.thread_idx()
         peers, shape, tags = self.peers, self.peers.shape, self.list_epoch
         second = words.with_lists(peers, row, saturated)
+        cute.arch.sync_threads()  # all threads have read who is saturated from memory that selections share
         if second.is_saturated(peers.rank):
             self.stage_list(own)
             place = second.list_of(peers.rank)
