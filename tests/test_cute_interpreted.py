@@ -44,6 +44,20 @@ def test_local_topk_words(dtype: torch.dtype, n: int) -> None:
         assert torch.equal(words, cpu.local_topk_words(logits, ends, n))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_words_of_long_rows(dtype: torch.dtype) -> None:
+    columns, n = 20000, 300  # more than registers hold
+    rows = torch.from_numpy(np.random.default_rng(0).standard_normal((6, columns), dtype=np.float32))
+    rows[1] = 1 + rows[1].abs() / 8  # one exponent: the first pass leaves too many
+    rows[2, 7000:7400] += 50  # the best are neighbours
+    rows[3] = (rows[3] * 3).round()  # ties
+    rows[4] = 0.5  # all tie
+    rows[5, 200:] = torch.nan  # fewer than N
+    ends = torch.tensor([columns, columns - 1, columns, 17001, columns, columns], dtype=torch.int32)
+    logits = rows.to(dtype)
+    assert torch.equal(run_alone(launch.local_topk_words, logits, ends, n), cpu.local_topk_words(logits, ends, n))
+
+
 @pytest.mark.parametrize("columns", [0, 9])
 def test_an_empty_row_is_not_read(columns: int) -> None:
     ends = torch.zeros(2, dtype=torch.int32)

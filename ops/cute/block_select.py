@@ -121,6 +121,33 @@ class BlockSelect:
         return high, low
 
     @cute.jit
+    def narrow(self, source: Source, ords: cute.Tensor, positions: cute.Tensor, count: Int32, room: int):
+        """``(an ord not above the threshold's, how many are left)``: the candidates from this ord on.
+
+        It takes passes over the ords until at most ``room`` are left; when more are, they tie. Needs ``ord_bits``.
+        """
+        tid, _, _ = cute.arch.thread_idx()
+        histogram, result = self.histogram, self.result
+        histogram[tid] = Uint32(0)
+        cute.arch.sync_threads()
+        missing, left = count, Int32(room + 1)
+        shift = self._first_shift(Int32(self.ord_bits)) + self.digit_bits
+        prefix = Uint32(0)
+        while (left > room) & (shift > 0):
+            mask = bits_above(shift)
+            shift = cutlass.max(shift - self.digit_bits, Int32(0))
+            self._count_digits(source, ords, positions, False, Uint32(0), prefix, mask, shift)
+            cute.arch.sync_threads()
+            self._find_digit(missing)
+            cute.arch.sync_threads()
+            digit, above, inside = result[0], Int32(result[1]), Int32(result[2])
+            missing = missing - above
+            left = count - missing + inside
+            if inside != 0:  # else there are fewer than asked for
+                prefix = prefix | (digit << Uint32(shift))
+        return cutlass.max(prefix, Uint32(1)), left
+
+    @cute.jit
     def _count_digits(
         self,
         source: Source,

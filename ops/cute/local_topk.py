@@ -12,6 +12,7 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from .block_select import BlockSelect
 from .primitives import SmemAllocator
 from .row_words import LogitsSource, WordStage, score_bits
+from .survivors import ROOM, Survivors
 from .wait import Watch
 
 #: One block a row of up to 131072 scores: as many threads as a block can have.
@@ -21,23 +22,34 @@ SCORES_HELD = 16 * THREADS
 
 
 @cute.jit
-def stage_best(source: LogitsSource, select: BlockSelect, stage: WordStage) -> None:
-    """The best ``stage.n`` of ``source`` into the stage, which can be read after this returns; a rescue's, too."""
+def stage_best(source: LogitsSource, select: BlockSelect, stage: WordStage, survivors: Survivors | None = None) -> None:
+    """The best ``stage.n`` of ``source`` into the stage, which can be read after this returns; a rescue's, too.
+
+    ``survivors``: memory for those of a row that is longer than what registers hold; else it is read in each pass.
+    """
     stage.clear()
     if const_expr(source.most_held == 0):
         _stage_best(source, select, stage)
     elif (source.end > 0) & (source.end <= source.most_held):  # of an empty row nothing can be read
         _stage_best(replace(source, held=True), select, stage)
-    else:
+    elif const_expr(survivors is None):
         _stage_best(source, select, stage)
+    else:
+        ords = cute.make_rmem_tensor(source.items, Uint32)
+        positions = cute.make_rmem_tensor(source.items, Uint32)
+        floor, left = select.narrow(source, ords, positions, Int32(stage.n), ROOM)
+        if left <= ROOM:
+            _stage_best(survivors.gathered(replace(source, floor=floor), select.partials), select, stage)
+        else:
+            _stage_best(source, select, stage)
     cute.arch.sync_threads()
 
 
 @cute.jit
-def _stage_best(source: LogitsSource, select: BlockSelect, stage: WordStage) -> None:
+def _stage_best(source: LogitsSource | Survivors, select: BlockSelect, stage: WordStage) -> None:
     ords = cute.make_rmem_tensor(source.items, Uint32)
     positions = cute.make_rmem_tensor(source.items, Uint32)
-    source.fetch(ords)
+    source.fetch(ords, positions)
     high, low = select.threshold(source, ords, positions, Int32(stage.n))
     _, first = select.count(source, ords, positions, high, low, stage)
     select.write(source, ords, positions, high, low, first, stage)
@@ -78,13 +90,15 @@ class LocalTopkWords:
         smem = SmemAllocator()
         select = BlockSelect.allocate(smem, THREADS, ord_bits=32 if self.fp32 else 16)
         stage = WordStage.allocate(smem, self.n, self.fp32, THREADS)
+        survivors = Survivors.allocate(smem, THREADS)
         cute.arch.griddepcontrol_wait()  # the logits may come from the kernel before
         cute.arch.griddepcontrol_launch_dependents()
         end, columns = row_ends[row], logits.shape[1]
         if (end < 0) | (end > columns):
             Watch(record, Int64(0)).fail(row, columns, Uint32(end), 0)
         bits = score_bits(logits, self.fp32)[row, None]
-        stage_best(LogitsSource(bits, end, Uint32(1), self.fp32, THREADS, SCORES_HELD), select, stage)
+        source = LogitsSource(bits, end, Uint32(1), self.fp32, THREADS, SCORES_HELD)
+        stage_best(source, select, stage, survivors)
         staged = stage.stage
         for i in cutlass.range(tid, stage.words, THREADS):
             words[row, i] = Int32(staged[i])

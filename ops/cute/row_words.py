@@ -29,7 +29,7 @@ def score_ord(bits: Uint32, fp32: cutlass.Constexpr[bool], floor: int | Uint32 =
     least, most = Uint32(0x007FFFFF), Uint32(0xFF800000)
     if const_expr(not fp32):
         ord, least, most = ord >> 16, least >> 16, most >> 16
-    least = cutlass.max(least, Uint32(floor))
+    least = cutlass.max(Uint32(floor), least)  # a constant that comes first would make it a signed comparison
     if ord - least > most - least:
         ord = Uint32(0)
     return ord
@@ -83,16 +83,16 @@ class LogitsSource:
 
     def load(self, group: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
         if not self.held:
-            self._read(group, ords)
+            self.read(self._first(group), ords)
         # Else all positions would occupy registers between passes.
         first = anew(self._first(group))
         for i in range(self.items):
             positions[i] = Uint32(first + i * WARP)
 
-    def fetch(self, ords: cute.Tensor) -> None:
+    def fetch(self, ords: cute.Tensor, positions: cute.Tensor) -> None:
         """Reads what is held."""
         if self.held:
-            self._read(Int32(0), ords)
+            self.read(self._first(Int32(0)), ords)
 
     def _first(self, group: Int32) -> Int32:
         """Candidate 0 of this thread in ``group``; see :class:`.candidates.Source`."""
@@ -100,9 +100,9 @@ class LogitsSource:
         return (tid // WARP * self.groups + group) * self.items * WARP + tid % WARP
 
     @cute.jit
-    def _read(self, group: Int32, ords: cute.Tensor) -> None:
+    def read(self, first: Int32, ords: cute.Tensor) -> None:
+        """The ords at ``first``, which is for lane 0 a multiple of 32, and at every 32nd position from there."""
         tid, _, _ = cute.arch.thread_idx()
-        first = self._first(group)
         # Loads under a predicate each would wait for one another: there are 7 predicates.
         if first - tid % WARP + self.items * WARP <= self.end:
             for i in cutlass.range_constexpr(self.items):
