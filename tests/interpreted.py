@@ -48,13 +48,14 @@ class InterpretedKernel:
         """The blocks of a launch; ``extra`` is memory that is passed by address."""
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         # The kernels for fixed rows have a block a row; the others are told how many blocks.
-        count = tensors[-1].shape[0] if self._rows_are_blocks else arguments[-1]
+        grid = (tensors[-1].shape[0], 1) if self._rows_are_blocks else arguments[-1]
         memory = Memory([*tensors, *extra])
         packed = [part for pair in zip(self._described, arguments, strict=True) for part in _pack(*pair)]
         if self._rows_are_blocks is False:
-            packed.pop()  # the number of blocks is the launch's, not the kernel's
+            del packed[-2:]  # the number of blocks is the launch's, not the kernel's
         padded = [part.ljust(size, b"\0") for part, (_, size) in zip(packed, self.program.parameters, strict=True)]
-        return [Block(self.program, padded, memory, i, count, seed * 1000 + i) for i in range(count)]
+        places = [(x, y) for x in range(grid[0]) for y in range(grid[1])]
+        return [Block(self.program, padded, memory, at, grid, seed * 1000 + i) for i, at in enumerate(places)]
 
 
 def _pack(described: object, argument: object) -> Iterator[bytes]:

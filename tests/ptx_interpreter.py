@@ -47,12 +47,18 @@ class Block:
         program: the kernel.
         parameters: the bytes of each of its parameters.
         memory: what it may touch.
-        block, blocks: its place in the grid, and the grid's size.
+        block, grid: its place in the grid, and the grid's size, in x and y.
         seed: of the order of warps.
     """
 
     def __init__(
-        self, program: Program, parameters: Sequence[bytes], memory: Memory, block: int, blocks: int, seed: int
+        self,
+        program: Program,
+        parameters: Sequence[bytes],
+        memory: Memory,
+        block: tuple[int, int],
+        grid: tuple[int, int],
+        seed: int,
     ) -> None:
         self.program, self.memory, n = program, memory, program.threads
         self._parameters = {name: value for (name, _), value in zip(program.parameters, parameters, strict=True)}
@@ -65,8 +71,8 @@ class Block:
         tid = np.arange(n, dtype=np.uint32)
         lower = ((np.uint64(1) << (tid % LANES).astype(np.uint64)) - np.uint64(1)).astype(np.uint32)
         self._registers: dict[str, Vector] = {
-            "%tid.x": tid, "%lanemask_lt": lower, "%ctaid.x": self._same(block), "%nctaid.x": self._same(blocks),
-            "__dynamic_shmem__0": self._same(0),
+            "%tid.x": tid, "%lanemask_lt": lower, "%ctaid.x": self._same(block[0]), "%ctaid.y": self._same(block[1]),
+            "%nctaid.x": self._same(grid[0]), "%nctaid.y": self._same(grid[1]), "__dynamic_shmem__0": self._same(0),
         }  # fmt: skip
 
     def _same(self, value: int, dtype: type = np.uint32) -> Vector:

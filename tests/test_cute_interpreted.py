@@ -13,6 +13,7 @@ from ptx_interpreter import Trapped
 from shared_memory import SHARED_BYTES
 
 from vllm_topkx.cli.hostile import HOSTILE, stacked
+from vllm_topkx.cli.merge_dump import local_lists
 from vllm_topkx.ops.cpu import select as cpu
 from vllm_topkx.ops.cute import launch
 from vllm_topkx.ops.cute.record import RECORD_WORDS, RowEndRecord
@@ -212,6 +213,27 @@ def test_merge_dcp_topk(dtype: torch.dtype, k: int, n: int, with_starts: bool) -
     for rank, ids in enumerate(got):
         assert torch.equal(ids, expected(words, lists, loopback.spec(rank, 2), None).ids)
         assert (indices[rank].as_strided((count, 3), (k + 3, 1), k) == -7).all()
+
+
+@pytest.mark.parametrize("world_size", [2, 5])  # candidates that a block holds, and more
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_several_blocks_push_a_list(parts: int, world_size: int) -> None:
+    k, columns, names = 1100, 1500, ["random_scores", "ties"]
+    loopback = Interpreted(world_size, 2, k, k, torch.float32, blocks=2 * parts + 1)
+    for call in range(3):
+        logits, ends, numbers, rows_ends = hostile_ranks(call, world_size, 1, columns, torch.float32, names)
+        indices = [local_lists(x, e, k) for x, e in zip(logits, ends, strict=True)]
+        words = [cpu.words_of_local_topk(x, i, None, k)[0] for x, i in zip(logits, indices, strict=True)]
+        got = loopback.run(
+            lambda x, logits=logits, indices=indices: launch.prepare_merge_dcp_topk(
+                x, logits[x.rank], indices[x.rank], None, loopback.spec(x.rank, 1)
+            )
+        )
+        reference = reference_topk(numbers, rows_ends, k, 1)
+        for rank, ids in enumerate(got):
+            assert torch.equal(ids, expected(words, words, loopback.spec(rank, 1), None).ids)
+            assert same_sets(ids.numpy(), reference).all()
+            assert loopback.exchanges[rank].epoch.tolist() == [call + 1] * 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -22,6 +22,7 @@ from .shape import RowShape
 
 Kernel = Callable[..., None]
 _DIVISOR = (Int32(1), Int32(1), Int32(31))
+_BLOCKS = (Int32(1), Int32(1))
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Rescue:
         return _compile(
             options, TopkRescue(shape), _gathered(rows, shape), _tensor(Int32, rows), _logits(rows, shape.fp32),
             _column(rows), *_outputs(rows, shape, self.with_rows, self.emit_ids), list_epoch, bases, Int32(0),
-            _DIVISOR, _DIVISOR, Int32(1), Int64(0), Int64(0), Int32(1),
+            _DIVISOR, _DIVISOR, Int32(1), Int64(0), Int64(0), _BLOCKS,
         )  # fmt: skip
 
 
@@ -88,7 +89,7 @@ class WordsMerge:
         return _compile(
             options, ExchangeMerge(shape, from_words=True), words, None, None, *rescue,
             *_outputs(rows, shape, self.with_rows, self.emit_ids), *_exchange(shape), Int32(1), Int32(0),
-            _DIVISOR, _DIVISOR, Int32(1), Int64(0), Int64(0), Int32(1),
+            _DIVISOR, _DIVISOR, Int32(1), Int64(0), Int64(0), _BLOCKS,
         )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ class ListMerge:
         return _compile(
             options, ExchangeMerge(shape, from_words=False), None, indices, starts, _logits(rows, shape.fp32), None,
             None, None, None, None, None, *_exchange(shape), Int32(1), Int32(0),
-            _DIVISOR, _DIVISOR, Int32(1), Int64(0), Int64(0), Int32(1),
+            _DIVISOR, _DIVISOR, Int32(1), Int64(0), Int64(0), _BLOCKS,
         )  # fmt: skip
 
 

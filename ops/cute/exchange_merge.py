@@ -22,6 +22,9 @@ from .wait import Watch
 class ExchangeMerge:
     """Pushes this rank's candidates of every row to all ranks, then merges what they pushed.
 
+    Few rows of whole lists are gathered and pushed by several blocks each: a block alone takes as long to gather
+    2048 scores, 32 bytes of memory each, as for all the rest of the push.
+
     It cannot deadlock. All blocks of the launch are resident, and each pushes all its rows before it waits
     for any; a push waits for nothing, so every word of round 1 arrives. Blocks merge their rows in ascending
     order, so of the rows that some rank has not finished, the lowest is being merged by all: its words are
@@ -58,10 +61,10 @@ class ExchangeMerge:
         block_stride: Int32,
         record: Int64,
         timeout_ns: Int64,
-        blocks: Int32,
+        blocks: tuple[Int32, Int32],
         stream: cuda.CUstream,
     ) -> None:
-        """Launches ``blocks`` blocks over ``count`` rows; all of them must be resident at once.
+        """Launches ``blocks`` over ``count`` rows, and for each; all of them must be resident at once.
 
         From words: ``words [T, words]``, and with N < K ``logits``, ``row_ends``. From a local top-K:
         ``topk_indices [T, K]`` (also written: ``ids`` is then None), ``logits``, ``row_starts`` or None.
@@ -71,7 +74,7 @@ class ExchangeMerge:
             words, topk_indices, row_starts, logits, row_ends, block_table, req_id, rows, valid, ids, epochs,
             list_epoch, bases, count, rank, interleave, block_size, block_stride, record, timeout_ns,
         ).launch(
-            grid=[blocks, 1, 1],
+            grid=[*blocks, 1],
             block=[self.shape.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -103,8 +106,8 @@ class ExchangeMerge:
         timeout_ns: Int64,
     ) -> None:
         tid, _, _ = cute.arch.thread_idx()
-        first_row, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
+        first_row, part, _ = cute.arch.block_idx()
+        blocks, parts, _ = cute.arch.grid_dim()
         shape, watch = self.shape, Watch(record, timeout_ns)
         peers = Peers(shape, bases, rank, epochs.shape[0])
         out_ids = ids if const_expr(self.from_words) else topk_indices
@@ -128,17 +131,23 @@ class ExchangeMerge:
                 peers.push(words[row, None], shape.local_topk, place, epoch)
             else:
                 own = self.own_list(bits, topk_indices, row_starts, row)
-                self.push_list(own, peers, place, epoch, peers.own_words(epoch, row), select, stage)
+                kept = peers.own_words(epoch, row)
+                if const_expr(self.direct):
+                    self.push_direct(own, peers, place, epoch, kept, part, parts)
+                else:
+                    self.push_list(own, peers, place, epoch, kept, select, stage)
         cute.arch.griddepcontrol_launch_dependents()
 
-        for row in cutlass.range(first_row, count, blocks):
+        # One block merges a row. Its words have then come from all that pushed a part, which have read the epoch.
+        for row in cutlass.range(first_row if part == 0 else count, count, blocks):
             epoch = Uint32(epochs[row]) + 1
             request = out.request(row)
             if const_expr(self.from_words):
                 own_words = words[row, None].iterator.toint()
             else:
                 own_words = peers.own_words(epoch, row)
-            source = RankWords.slots(peers, epoch, row, Divisor(*interleave), own_words)
+            own_tagged = parts > 1 if const_expr(self.direct) else False
+            source = RankWords.slots(peers, epoch, row, Divisor(*interleave), own_words, own_tagged)
             ords = cute.make_rmem_tensor(source.items, Uint32)
             positions = cute.make_rmem_tensor(source.items, Uint32)
             source.wait(ords, positions, epoch, row, watch)
@@ -189,47 +198,55 @@ class ExchangeMerge:
         ords = cute.make_rmem_tensor(own.items, Uint32)
         positions = cute.make_rmem_tensor(own.items, Uint32)
         n = const_expr(self.shape.local_topk)
-        if const_expr(self.direct):
+        if const_expr(self.shape.rescues):
+            best = stage.limited_to(n)
+            best.clear()
             own.gather(ords, positions)
-            self.push_direct(own, ords, positions, peers, place, epoch, kept)
+            high, low = select.threshold(own, ords, positions, Int32(n))
+            _, first = select.count(own, ords, positions, high, low, best)
+            select.write(own, ords, positions, high, low, first, best)
+            cute.arch.sync_threads()
         else:
-            if const_expr(self.shape.rescues):
-                best = stage.limited_to(n)
-                best.clear()
-                own.gather(ords, positions)
-                high, low = select.threshold(own, ords, positions, Int32(n))
-                _, first = select.count(own, ords, positions, high, low, best)
-                select.write(own, ords, positions, high, low, first, best)
-                cute.arch.sync_threads()
-            else:
-                stage_all(own, stage)
-            peers.push(stage.stage, n, place, epoch)
-            peers.keep(stage.stage, n, kept)
+            stage_all(own, stage)
+        peers.push(stage.stage, n, place, epoch)
+        peers.keep(stage.stage, n, kept)
         cute.arch.sync_threads()  # the next row uses the same stage; and what is kept can be read
 
     @property
     def direct(self) -> bool:
         """Whether a list is pushed as it is gathered: all of it, and a candidate is a pair."""
-        return not self.shape.rescues and self.shape.fp32
+        return self.shape.list_parts > 0
 
     @cute.jit
     def push_direct(
-        self,
-        own: ListSource,
-        ords: cute.Tensor,
-        positions: cute.Tensor,
-        peers: Peers,
-        place: Uint32,
-        epoch: Uint32,
-        kept: Int64,
+        self, own: ListSource, peers: Peers, place: Uint32, epoch: Uint32, kept: Int64, part: Int32, parts: Int32
     ) -> None:
-        """Candidate ``k`` is pair ``k``; the row is padded to an even number of pairs."""
+        """Pushes part ``part`` of the caller's K. Candidate ``k`` is pair ``k``; the row is padded to an even number.
+
+        One part is kept at ``kept`` and can be read after this returns; of more, this rank pushes to itself, too.
+        """
+        tid, _, _ = cute.arch.thread_idx()
         pairs = const_expr(row_words(own.topk, True) // 2)
-        loaded = cute.make_rmem_tensor(2 * own.items, Uint32)
-        for i in cutlass.range_constexpr(own.items):
+        if parts > 1:
+            for pair in cutlass.range(part * own.threads + tid, pairs, parts * own.threads, unroll=1):
+                loaded = self.pairs_of(own, pair, 1)
+                peers.store(pair, WARP, pairs, loaded, place, epoch, True)
+        else:
+            loaded = self.pairs_of(own, own.place(0), own.items)
+            peers.store(own.place(0), WARP, pairs, loaded, place, epoch, False)
+            for i in cutlass.range_constexpr(own.items):
+                if own.place(i) < pairs:
+                    store_words(kept + Int64(own.place(i)) * 8, loaded[2 * i], loaded[2 * i + 1])
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def pairs_of(self, own: ListSource, first: Int32, items: cutlass.Constexpr[int]) -> cute.Tensor:
+        """The words of ``items`` candidates of the list: ``first``, and every 32nd from there."""
+        ords = cute.make_rmem_tensor(items, Uint32)
+        positions = cute.make_rmem_tensor(items, Uint32)
+        own.gather_from(first, ords, positions)
+        loaded = cute.make_rmem_tensor(2 * items, Uint32)
+        for i in cutlass.range_constexpr(items):
             loaded[2 * i] = ords[i]
             loaded[2 * i + 1] = ~positions[i] if ords[i] != 0 else Uint32(0)
-        peers.store(own.place(0), WARP, pairs, loaded, place, epoch, False)
-        for i in cutlass.range_constexpr(own.items):
-            if own.place(i) < pairs:
-                store_words(kept + Int64(own.place(i)) * 8, loaded[2 * i], loaded[2 * i + 1])
+        return loaded

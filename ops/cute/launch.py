@@ -119,7 +119,7 @@ def prepare_rescue(
     arguments = (
         _aligned(gathered), saturation.contiguous(), _unit("logits", logits), row_ends,
         *_outputs(out, kv, emit_ids), exchange.list_epoch, exchange.bases, exchange.rank,
-        divisor(spec.interleave), *_blocks(kv), *_watch(exchange, rows),
+        divisor(spec.interleave), *_blocks(kv), *_watch(exchange, rows, 1),
     )  # fmt: skip
     return Launch(kernel, arguments, out, exchange)
 
@@ -155,7 +155,7 @@ def prepare_exchange(
     rescue = (_unit("logits", logits), row_ends) if shape.rescues else (None, None)
     arguments = (
         words.contiguous(), None, None, *rescue, *_outputs(out, kv, emit_ids), *_memory(exchange), rows,
-        exchange.rank, divisor(spec.interleave), *_blocks(kv), *_watch(exchange, rows),
+        exchange.rank, divisor(spec.interleave), *_blocks(kv), *_watch(exchange, rows, 1),
     )  # fmt: skip
     return Launch(kernel, arguments, out, exchange)
 
@@ -173,11 +173,13 @@ def prepare_merge_dcp_topk(
     rows = topk_indices.shape[0]
     if rows == 0:
         return Launch(None, (), topk_indices)
-    kernel = compiled(variants.ListMerge(_shape(spec), row_starts is not None), logits.device)
+    shape = _shape(spec)
+    kernel = compiled(variants.ListMerge(shape, row_starts is not None), logits.device)
+    parts = max(1, min(shape.list_parts, exchange.max_blocks // rows))
     arguments = (
         None, _unit("topk_indices", topk_indices), row_starts, _unit("logits", logits), None,
         None, None, None, None, None, *_memory(exchange), rows,
-        exchange.rank, divisor(spec.interleave), *_blocks(None), *_watch(exchange, rows),
+        exchange.rank, divisor(spec.interleave), *_blocks(None), *_watch(exchange, rows, parts),
     )  # fmt: skip
     return Launch(kernel, arguments, topk_indices, exchange)
 
@@ -203,9 +205,12 @@ def _memory(exchange: DeviceExchange) -> tuple[Tensor | None, ...]:
     return exchange.epoch, exchange.list_epoch if exchange.rescue_slots else None, exchange.bases
 
 
-def _watch(exchange: DeviceExchange, rows: int) -> tuple[int, int, int]:
-    """Failure record, time limit, and blocks: all of them resident, so that none waits for one that cannot start."""
-    return exchange.record.address, exchange.timeout_ns, min(rows, exchange.max_blocks)
+def _watch(exchange: DeviceExchange, rows: int, parts: int) -> tuple[int, int, tuple[int, int]]:
+    """Failure record, time limit, and blocks over the rows and for each.
+
+    All blocks are resident, so that none waits for one that cannot start.
+    """
+    return exchange.record.address, exchange.timeout_ns, (min(rows, exchange.max_blocks), parts)
 
 
 def _unit(name: str, tensor: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class RankWords:
         memory, words, stride: where the words of rank 0 are, and words to the next rank's.
         peers: the ranks' memory; None where all words were gathered.
         own: address of this rank's own words, which have no tags; None where all words were gathered.
+        own_tagged: whether they are in its slot, with tags, instead.
         lists, saturated: where the lists of the row are, and the ranks that sent one; None in round 1.
         interleave: positions of a stretch.
     """
@@ -46,16 +47,19 @@ class RankWords:
     interleave: Divisor
     peers: Peers | None = None
     own: Int64 | None = None
+    own_tagged: Boolean | bool = False
     lists: Uint32 | None = None
     saturated: Uint32 | None = None
 
     @classmethod
-    def slots(cls, peers: Peers, epoch: Uint32, row: Int32, interleave: Divisor, own: Int64) -> RankWords:
-        """The words that the others push into this rank's slots in the call of ``epoch``, and its own at ``own``."""
+    def slots(
+        cls, peers: Peers, epoch: Uint32, row: Int32, interleave: Divisor, own: Int64, own_tagged: Boolean | bool
+    ) -> RankWords:
+        """The words pushed into this rank's slots in the call of ``epoch``, and its own: there, too, or at ``own``."""
         words = peers.slot(epoch, Int32(0), row)
         return cls(
             peers.shape, peers.shape.held, TAGGED, peers.bases[peers.rank], words, peers.slot_stride, interleave,
-            peers, own,
+            peers, own, own_tagged,
         )  # fmt: skip
 
     @classmethod
@@ -159,6 +163,11 @@ class RankWords:
         for i in cutlass.range_constexpr(self.items):
             self._unpack(i, ranks[i], places[i], ords, positions)
 
+    def _is_untagged(self, rank: Int32) -> Boolean:
+        if self.own_tagged is False:
+            return rank == self.peers.rank
+        return (rank == self.peers.rank) & ~self.own_tagged
+
     @cute.jit
     def _load_words(self, rank: Int32, k: Int32):
         """Candidate ``k`` of the N words of ``rank``; see :meth:`_load`."""
@@ -167,7 +176,7 @@ class RankWords:
             first, second = self._load(self.memory, row, k, n, self.word_bytes)
         else:
             first, second = Uint32(0), Uint32(0)
-            if rank == self.peers.rank:
+            if self._is_untagged(rank):
                 first, second = self._load(self.own, Uint32(0), k, n, PLAIN)
             else:
                 first, second = self._load(self.memory, row, k, n, self.word_bytes)
@@ -236,7 +245,7 @@ class RankWords:
         else:
             n = const_expr(self.shape.local_topk)
             for rank in cutlass.range(self.shape.world_size, unroll=1):
-                if rank != self.peers.rank:
+                if not self._is_untagged(Int32(rank)):
                     first = self.words + Uint32(rank) * self.stride
                     wait_row(self.memory, first, n, self.shape, epoch, row, Int32(rank), 1, watch)
             cute.arch.sync_threads()  # each thread reads what others waited for
@@ -253,7 +262,7 @@ class RankWords:
             c = cutlass.min(self._candidate(Int32(0), i), Int32(last))
             rank = c // n
             k = c - rank * n
-            if rank == self.peers.rank:
+            if self._is_untagged(rank):
                 halves[4 * i], halves[4 * i + 2] = self._load_own(k)
                 halves[4 * i + 1] = epoch
                 halves[4 * i + 3] = epoch

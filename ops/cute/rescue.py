@@ -152,15 +152,15 @@ class TopkRescue:
         block_stride: Int32,
         record: Int64,
         timeout_ns: Int64,
-        blocks: Int32,
+        blocks: tuple[Int32, Int32],
         stream: cuda.CUstream,
     ) -> None:
-        """Launches ``blocks`` blocks, all of which must be resident, over the rows of ``saturation [T]``."""
+        """Launches ``blocks``, all of which must be resident, over the rows of ``saturation [T]``."""
         self.kernel(
             gathered, saturation, logits, row_ends, block_table, req_id, rows, valid, ids, list_epoch, bases,
             rank, interleave, block_size, block_stride, record, timeout_ns,
         ).launch(
-            grid=[blocks, 1, 1],
+            grid=[*blocks, 1],
             block=[self.shape.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,

@@ -148,11 +148,15 @@ class ListSource:
         tid, _, _ = cute.arch.thread_idx()
         return (tid // WARP * self.items + i) * WARP + tid % WARP
 
-    @cute.jit
     def gather(self, ords: cute.Tensor, positions: cute.Tensor) -> None:
+        self.gather_from(self.place(0), ords, positions)
+
+    @cute.jit
+    def gather_from(self, first: Int32, ords: cute.Tensor, positions: cute.Tensor) -> None:
+        """As many as there are registers: candidate ``first`` of the K, and every 32nd from there."""
         last = cute.size(self.bits) - 1
-        for i in cutlass.range_constexpr(self.items):
-            k = self.place(i)
+        for i in cutlass.range_constexpr(cute.size(ords)):
+            k = first + i * WARP
             ords[i] = Uint32(0)
             positions[i] = Uint32(0)
             if k < self.topk:

@@ -47,6 +47,11 @@ class RowShape:
         return self.local_topk < self.topk
 
     @property
+    def list_parts(self) -> int:
+        """Blocks that can share the push of a row of K pairs, a pair a thread; 0 where a list is staged first."""
+        return 0 if self.rescues or not self.fp32 else -(-self.topk // self.threads)
+
+    @property
     def items_rescued(self) -> int:
         """Candidates a thread has in round 2 when one rank is saturated."""
         return -(-((self.world_size - 1) * self.local_topk + self.topk) // self.threads)
