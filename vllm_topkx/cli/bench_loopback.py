@@ -101,6 +101,9 @@ class LoopbackCase:
         self.packed: Tensor | None = None
         self.slots: dict[tuple[int, bool], list[Tensor]] = {}
         self.epochs = torch.zeros(plan.calls, rows, dtype=torch.int32, device=self.device)
+        #: This rank's local top-K of each buffer, and for each call a copy that it replaces by its result.
+        self.best = torch.zeros(BUFFERS, rows, self.k, dtype=torch.int32, device=device)
+        self.lists = torch.zeros(plan.calls, rows, self.k, dtype=torch.int32, device=device)
         self.saturated = False
         self.refresh(0)
 
@@ -117,6 +120,8 @@ class LoopbackCase:
             self.saturated = self._saturated()
             if not self.saturated or self.panel.scores == "skewed":
                 break
+        for b in range(BUFFERS):
+            self.best[b].copy_(local_topk(self.scores[b, RANK], self.k))
         for key, buffers in self.slots.items():
             self._fill(buffers, self.words[key])
         if self.packed is not None:
@@ -150,9 +155,16 @@ class LoopbackCase:
 
         def call(i: int) -> Output:
             merged = launches[i].run()
-            return Output() if merged is None else Output(ids=merged.ids)
+            return Output() if merged is None else Output(ids=merged if kind == "list" else merged.ids)
 
-        return call, lambda: self.epochs.fill_(EPOCH_BEFORE)
+        return call, self._restore
+
+    def _restore(self) -> None:
+        """What the calls of a graph need before each replay."""
+        self.epochs.fill_(EPOCH_BEFORE)
+        for first in range(0, self.plan.calls, BUFFERS):
+            part = self.lists[first : first + BUFFERS]
+            part.copy_(self.best[: len(part)])
 
     def _vllm_select(self) -> Call:
         kernels = VllmKernels.load()
@@ -180,7 +192,7 @@ class LoopbackCase:
 
     def _launches(self, kind: str, n: int, bf16: bool) -> list:
         """One prepared call each for the graph: with epochs of its own, so that all wait for the same tag."""
-        from ..ops.cute.launch import prepare_exchange
+        from ..ops.cute.launch import prepare_exchange, prepare_merge_dcp_topk
         from ..ops.cute.ll_floor import prepare_floor
         from ..ops.cute.loopback import LoopbackExchange, VirtualGroup
 
@@ -197,6 +209,9 @@ class LoopbackCase:
             words = self.words[n, bf16][i % BUFFERS, RANK]
             if kind == "floor":
                 launches.append(prepare_floor(exchange, words, spec))
+            elif kind == "list":
+                scores = self.scores[i % BUFFERS, RANK]
+                launches.append(prepare_merge_dcp_topk(exchange, scores, self.lists[i], None, spec))
             else:
                 launches.append(prepare_exchange(exchange, words, unread, self.ends, spec, None, True))
         return launches

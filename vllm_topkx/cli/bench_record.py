@@ -51,6 +51,7 @@ LOOPBACK_SYSTEMS = {
     "merge:K": System("merge kernel, K words", "vllm:select", "floor:K"),
     "merge:N": System("merge kernel, N words", "vllm:select", "floor:N"),
     "merge:N:bf16": System("merge kernel, N words, bf16", "vllm:select", "floor:N:bf16"),
+    "list:K": System("merge kernel, a local top-K", "vllm:select", "floor:K"),
     "floor:K": System("push + read, K words", "vllm:select"),
     "floor:N": System("push + read, N words", "vllm:select"),
     "floor:N:bf16": System("push + read, N words, bf16", "vllm:select"),
