@@ -19,7 +19,7 @@ from ..spec import MergeSpec
 from . import compile as variants
 from .cache import compiled
 from .exchange import DeviceExchange
-from .launch import Launch
+from .launch import Launch, _watch
 from .peers import Peers
 from .row_words import row_words
 from .shape import IN_FLIGHT, RowShape
@@ -46,15 +46,15 @@ class LlFloor:
         rank: Int32,
         record: Int64,
         timeout_ns: Int64,
-        blocks: Int32,
+        blocks: tuple[Int32, Int32],
         stream: cuda.CUstream,
     ) -> None:
-        """Launches ``blocks`` blocks over ``count`` rows of ``words [T, words]``; all must be resident at once.
+        """Launches ``blocks`` over ``count`` rows of ``words [T, words]``; all must be resident at once.
 
         ``epochs [capacity]`` and ``bases [W]`` are the exchange's.
         """
         self.kernel(words, epochs, bases, count, rank, record, timeout_ns).launch(
-            grid=[blocks, 1, 1],
+            grid=[*blocks, 1],
             block=[self.shape.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -131,7 +131,7 @@ class Floor:
         rows, shape = cute.sym_int(), self.shape
         words = variants._tensor(Int32, rows, row_words(shape.local_topk, shape.fp32), align=16)
         epochs, _, bases = variants._exchange(shape)
-        launch = (Int32(1), Int32(0), Int64(0), Int64(0), Int32(1))
+        launch = (Int32(1), Int32(0), Int64(0), Int64(0), variants._BLOCKS)
         return variants._compile(options, LlFloor(shape), words, epochs, bases, *launch)
 
 
@@ -143,6 +143,6 @@ def prepare_floor(exchange: DeviceExchange, words: torch.Tensor, spec: MergeSpec
     shape = RowShape(spec.world_size, spec.topk, spec.local_topk, spec.layout is FP32)
     arguments = (
         words.contiguous(), exchange.epoch, exchange.bases, rows, exchange.rank,
-        exchange.record.address, exchange.timeout_ns, min(rows, exchange.max_blocks),
+        *_watch(exchange, rows, 1),
     )  # fmt: skip
     return Launch(compiled(Floor(shape), words.device), arguments, None, exchange)
