@@ -215,9 +215,8 @@ def test_merge_dcp_topk(dtype: torch.dtype, k: int, n: int, with_starts: bool) -
         assert (indices[rank].as_strided((count, 3), (k + 3, 1), k) == -7).all()
 
 
-@pytest.mark.parametrize("world_size", [2, 5])  # candidates that a block holds, and more
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_several_blocks_push_a_list(parts: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size, parts", [(2, 1), (2, 2), (2, 3), (3, 3)])
+def test_several_blocks_push_a_list(world_size: int, parts: int) -> None:
     k, columns, names = 1100, 1500, ["random_scores", "ties"]
     loopback = Interpreted(world_size, 2, k, k, torch.float32, blocks=2 * parts + 1)
     for call in range(3):

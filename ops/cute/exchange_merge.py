@@ -132,21 +132,24 @@ class ExchangeMerge:
             else:
                 own = self.own_list(bits, topk_indices, row_starts, row)
                 kept = peers.own_words(epoch, row)
-                if const_expr(self.direct):
-                    self.push_direct(own, peers, place, epoch, kept, part, parts)
-                else:
+                if const_expr(not self.direct):
                     self.push_list(own, peers, place, epoch, kept, select, stage)
+                elif const_expr(self.shared):
+                    self.push_part(own, peers, place, epoch, kept, part, parts)
+                else:
+                    self.push_whole(own, peers, place, epoch, kept)
         cute.arch.griddepcontrol_launch_dependents()
 
-        # One block merges a row. Its words have then come from all that pushed a part, which have read the epoch.
-        for row in cutlass.range(first_row if part == 0 else count, count, blocks):
+        if const_expr(self.shared):  # one block merges a row: it has waited for all parts, which have read the epoch
+            first_row = first_row if part == 0 else count
+        for row in cutlass.range(first_row, count, blocks):
             epoch = Uint32(epochs[row]) + 1
             request = out.request(row)
             if const_expr(self.from_words):
                 own_words = words[row, None].iterator.toint()
             else:
                 own_words = peers.own_words(epoch, row)
-            own_tagged = parts > 1 if const_expr(self.direct) else False
+            own_tagged = parts > 1 if const_expr(self.shared) else False
             source = RankWords.slots(peers, epoch, row, Divisor(*interleave), own_words, own_tagged)
             ords = cute.make_rmem_tensor(source.items, Uint32)
             positions = cute.make_rmem_tensor(source.items, Uint32)
@@ -215,29 +218,39 @@ class ExchangeMerge:
     @property
     def direct(self) -> bool:
         """Whether a list is pushed as it is gathered: all of it, and a candidate is a pair."""
-        return self.shape.list_parts > 0
+        return not self.shape.rescues and self.shape.fp32
+
+    @property
+    def shared(self) -> bool:
+        """Whether blocks can share the push of a list."""
+        return not self.from_words and self.shape.list_parts > 1
 
     @cute.jit
-    def push_direct(
+    def push_part(
         self, own: ListSource, peers: Peers, place: Uint32, epoch: Uint32, kept: Int64, part: Int32, parts: Int32
     ) -> None:
-        """Pushes part ``part`` of the caller's K. Candidate ``k`` is pair ``k``; the row is padded to an even number.
-
-        One part is kept at ``kept`` and can be read after this returns; of more, this rank pushes to itself, too.
-        """
-        tid, _, _ = cute.arch.thread_idx()
-        pairs = const_expr(row_words(own.topk, True) // 2)
+        """Pushes part ``part`` of the caller's K to all ranks, this one, too; when there is one, as a whole."""
         if parts > 1:
+            tid, _, _ = cute.arch.thread_idx()
+            pairs = const_expr(row_words(own.topk, True) // 2)
             for pair in cutlass.range(part * own.threads + tid, pairs, parts * own.threads, unroll=1):
-                loaded = self.pairs_of(own, pair, 1)
-                peers.store(pair, WARP, pairs, loaded, place, epoch, True)
+                peers.store(pair, WARP, pairs, self.pairs_of(own, pair, 1), place, epoch, True)
         else:
-            loaded = self.pairs_of(own, own.place(0), own.items)
-            peers.store(own.place(0), WARP, pairs, loaded, place, epoch, False)
-            for i in cutlass.range_constexpr(own.items):
-                if own.place(i) < pairs:
-                    store_words(kept + Int64(own.place(i)) * 8, loaded[2 * i], loaded[2 * i + 1])
-            cute.arch.sync_threads()
+            self.push_whole(own, peers, place, epoch, kept)
+
+    @cute.jit
+    def push_whole(self, own: ListSource, peers: Peers, place: Uint32, epoch: Uint32, kept: Int64) -> None:
+        """Pushes the caller's K and keeps them at ``kept``. Ends with a barrier.
+
+        Candidate ``k`` is pair ``k``; the row is padded to an even number of pairs.
+        """
+        pairs = const_expr(row_words(own.topk, True) // 2)
+        loaded = self.pairs_of(own, own.place(0), own.items)
+        peers.store(own.place(0), WARP, pairs, loaded, place, epoch, False)
+        for i in cutlass.range_constexpr(own.items):
+            if own.place(i) < pairs:
+                store_words(kept + Int64(own.place(i)) * 8, loaded[2 * i], loaded[2 * i + 1])
+        cute.arch.sync_threads()  # what is kept can be read
 
     @cute.jit
     def pairs_of(self, own: ListSource, first: Int32, items: cutlass.Constexpr[int]) -> cute.Tensor:

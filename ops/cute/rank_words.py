@@ -33,7 +33,7 @@ class RankWords:
         memory, words, stride: where the words of rank 0 are, and words to the next rank's.
         peers: the ranks' memory; None where all words were gathered.
         own: address of this rank's own words, which have no tags; None where all words were gathered.
-        own_tagged: whether they are in its slot, with tags, instead.
+        own_tagged: whether they are in its slot, with tags, instead; only where candidates are held.
         lists, saturated: where the lists of the row are, and the ranks that sent one; None in round 1.
         interleave: positions of a stretch.
     """
@@ -163,11 +163,6 @@ class RankWords:
         for i in cutlass.range_constexpr(self.items):
             self._unpack(i, ranks[i], places[i], ords, positions)
 
-    def _is_untagged(self, rank: Int32) -> Boolean:
-        if self.own_tagged is False:
-            return rank == self.peers.rank
-        return (rank == self.peers.rank) & ~self.own_tagged
-
     @cute.jit
     def _load_words(self, rank: Int32, k: Int32):
         """Candidate ``k`` of the N words of ``rank``; see :meth:`_load`."""
@@ -176,7 +171,7 @@ class RankWords:
             first, second = self._load(self.memory, row, k, n, self.word_bytes)
         else:
             first, second = Uint32(0), Uint32(0)
-            if self._is_untagged(rank):
+            if rank == self.peers.rank:
                 first, second = self._load(self.own, Uint32(0), k, n, PLAIN)
             else:
                 first, second = self._load(self.memory, row, k, n, self.word_bytes)
@@ -245,7 +240,7 @@ class RankWords:
         else:
             n = const_expr(self.shape.local_topk)
             for rank in cutlass.range(self.shape.world_size, unroll=1):
-                if not self._is_untagged(Int32(rank)):
+                if rank != self.peers.rank:
                     first = self.words + Uint32(rank) * self.stride
                     wait_row(self.memory, first, n, self.shape, epoch, row, Int32(rank), 1, watch)
             cute.arch.sync_threads()  # each thread reads what others waited for
@@ -262,7 +257,7 @@ class RankWords:
             c = cutlass.min(self._candidate(Int32(0), i), Int32(last))
             rank = c // n
             k = c - rank * n
-            if self._is_untagged(rank):
+            if (rank == self.peers.rank) & ~Boolean(self.own_tagged):
                 halves[4 * i], halves[4 * i + 2] = self._load_own(k)
                 halves[4 * i + 1] = epoch
                 halves[4 * i + 3] = epoch

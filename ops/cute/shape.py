@@ -48,8 +48,8 @@ class RowShape:
 
     @property
     def list_parts(self) -> int:
-        """Blocks that can share the push of a row of K pairs, a pair a thread; 0 where a list is staged first."""
-        return 0 if self.rescues or not self.fp32 else -(-self.topk // self.threads)
+        """Blocks that can share the push of a list, a pair a thread: of a whole list of fp32 whose merge is short."""
+        return -(-self.topk // self.threads) if self.fp32 and self.held and not self.rescues else 1
 
     @property
     def items_rescued(self) -> int:
