@@ -118,9 +118,12 @@ class Model:
         state = self.change(state, store.peer, memory=put(target.memory, store.cell, cell))
         return self.change(state, me, pending=state.ranks[me].pending - {store})
 
-    def send(self, state: State, me: int, cell: int, tag: int, row: int, word: Word | None) -> State:
-        """Sends both halves to all peers; those to this rank itself are there at once."""
-        stores = [Store(peer, cell, half, tag, row, word) for peer in range(self.world) for half in range(self.halves)]
+    def send(
+        self, state: State, me: int, cell: int, tag: int, row: int, word: Word | None, part: int | None = None
+    ) -> State:
+        """Sends both halves, or one of them, to all peers; what goes to this rank itself is there at once."""
+        halves = range(self.halves) if part is None else (part,)
+        stores = [Store(peer, cell, half, tag, row, word) for peer in range(self.world) for half in halves]
         state = self.change(state, me, pending=state.ranks[me].pending.union(stores))
         for store in stores:
             if store.peer == me:
@@ -131,9 +134,17 @@ class Model:
         if self.form is Form.ALL_GATHER:
             return state
         rank = state.ranks[me]
+        if self.form is Form.SHARED_PUSH:
+            return self.change(state, me, parts=rank.parts | {(row, half) for half in range(self.halves)})
         tag = (rank.pushing if self.mutant == "early push, own count" else rank.epoch[row] + 1) % self.modulus
         word = Word(rank.pushing, me, row) if self.form is Form.PROCESSES else None
         return self.send(state, me, self.slot_cell(tag, me, row), tag, row, word)
+
+    def push_part(self, state: State, me: int, row: int, half: int) -> State:
+        rank = state.ranks[me]
+        tag = (rank.epoch[row] + 1) % self.modulus
+        state = self.change(state, me, parts=rank.parts - {(row, half)})
+        return self.send(state, me, self.slot_cell(tag, me, row), tag, row, None, half)
 
     # Steps of a rank
 
@@ -179,6 +190,8 @@ class Model:
             return self.take(state, me, cell, tag, wanted)
         if self.form is Form.ALL_GATHER:  # it ends on no rank before every rank has begun it
             return state.ranks[source].pushing >= rank.merging
+        if self.mutant == "own words at hand" and source == me:
+            return True
         tag = (rank.epoch[row] + 1) % self.modulus  # each thread reads the epoch itself
         return self.take(state, me, self.slot_cell(tag, source, row), tag, wanted)
 

@@ -73,7 +73,7 @@ def has_ended(model: Model, rank: Rank) -> bool:
         model.is_list(store.cell) or model.form is not Form.TWO_KERNELS for store in rank.pending
     )
     running = model.endless or rank.merging <= len(model.calls)
-    return running and landed and all(row.stage == "done" for row in rank.rows)
+    return running and landed and not rank.parts and all(row.stage == "done" for row in rank.rows)
 
 
 def landing(model: Model, state: State, me: int, store: Store) -> Move:
@@ -87,6 +87,8 @@ def seen_moves(model: Model, state: State, me: int) -> Iterator[Move]:
     rank = state.ranks[me]
     for store in sorted(rank.pending):
         yield landing(model, state, me, store)
+    for row, half in sorted(rank.parts):
+        yield attempt(f"rank {me}: a block sends half {half} of row {row}", model.push_part, state, me, row, half)
     push_ended = all(model.is_list(store.cell) for store in rank.pending)
     may_write = push_ended or model.form is not Form.TWO_KERNELS or model.mutant == "no wait"
     for row, at in enumerate(rank.rows):
@@ -173,7 +175,7 @@ def progress(state: State) -> int:
     stages = {"poll": 0, "lists": 100, "read": 200, "done": 300}
     total = 0
     for rank in state.ranks:
-        total += 10000 * rank.merging + 1000 * rank.pushing - len(rank.pending)
+        total += 10000 * rank.merging + 1000 * rank.pushing - len(rank.pending) - 10 * len(rank.parts)
         for stage, taken, _, written in rank.rows:
             total += stages[stage] + taken + written
     return total

@@ -10,6 +10,7 @@ class Form(Enum):
     """How a call is launched, that is, what has to be over before what."""
 
     ONE_KERNEL = "push and merge in one kernel: it ends when its rows are written back and its stores landed"
+    SHARED_PUSH = "as one kernel, but a row is pushed by several blocks, each of which reads the epoch for itself"
     TWO_KERNELS = "a push kernel and a merge kernel under programmatic launch: the write-back waits for the push"
     ALL_GATHER = "NCCL form: an all-gather in place of round 1, then the rescue"
     PROCESSES = "one thread a rank: as one kernel, but a call may return before its stores have landed"
@@ -59,6 +60,7 @@ class Rank(NamedTuple):
     list_epoch: tuple[int, ...]  # by slot * rows + row
     memory: tuple[tuple[Half, ...], ...]  # slots, then lists: see Model.slot_cell and Model.list_cell
     pending: frozenset[Store]
+    parts: frozenset[tuple[int, int]] = frozenset()  # rows and halves that a block of a shared push has yet to send
 
 
 class Choice(NamedTuple):

@@ -12,7 +12,7 @@ from protocol_model import Model
 from protocol_search import explore
 from protocol_state import Form
 
-ONE, TWO, GATHER = Form.ONE_KERNEL, Form.TWO_KERNELS, Form.ALL_GATHER
+ONE, SHARED, TWO, GATHER = Form.ONE_KERNEL, Form.SHARED_PUSH, Form.TWO_KERNELS, Form.ALL_GATHER
 FORMS = pytest.mark.parametrize("form", list(Form), ids=lambda form: form.name.lower())
 #: With stores that land at once (``reduce=2``) the other forms differ in nothing.
 EARLY_STORES = pytest.mark.parametrize("form", [ONE, GATHER], ids=["one_kernel", "all_gather"])
@@ -107,6 +107,7 @@ MISTAKES = {
         "it takes word of call 2, rank",
         "writes its epoch back, call 1 BEFORE its push has ended",
     ),
+    "own words at hand": (Model(2, ONE_ROW, form=SHARED), "no progress", "rank 0: a block sends half"),
     "one tag": (Model(2, ONE_ROW), OLD, "row 0: takes the words of rank$"),
     "list flag": (Model(2, ONE_ROW, RANK_0), OLD, "row 0: takes the list of rank 0$"),
     "old tags": (Model(2, ONE_ROW), OLD, "row 0: takes the words of rank$"),
