@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,14 @@ def test_compiles(arch: str, variant: object) -> None:
 
 
 # the cache
+
+
+def test_a_rescue_compares_scores_with_the_threshold_unsigned() -> None:
+    """Signed, the threshold of any positive score would be below all scores: right, but of no use."""
+    ptx = WordsMerge(RowShape(2, 512, 300, True), False, True).build(f"--keep-ptx --gpu-arch {HOPPER}").__ptx__
+    smallest = 0x007FFFFF  # the ord of -inf
+    assert set(re.findall(rf"max\.(\w+)\s+%r\d+, %r\d+, {smallest};", ptx)) == {"u32"}
+
 
 SMALL = LocalTopk(8, True)
 CHILD = """
