@@ -19,6 +19,7 @@ import cutlass
 import pytest
 import torch
 from cubin import usage
+from shared_memory import SHARED_BYTES
 
 from vllm_topkx.ops.cute import block_select, cache, device, row_words
 from vllm_topkx.ops.cute.compile import ListMerge, LocalTopk, Rescue, Select, WordsMerge
@@ -27,7 +28,6 @@ from vllm_topkx.ops.cute.shape import RowShape
 from vllm_topkx.ops.errors import BackendUnavailableError, TopkxError
 from vllm_topkx.ops.layouts import default_local_topk
 
-SHARED_BYTES = 100 << 10
 PUSH = "st.relaxed.sys.global.v4.b32"
 POLL_PAIRS, POLL_HALVES = "ld.volatile.global.v4.u32", "ld.volatile.global.v2.u32"
 HOPPER, BLACKWELL = "sm_90a", ("sm_100a", "sm_103a", "sm_120a")

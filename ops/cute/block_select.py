@@ -76,8 +76,7 @@ class BlockSelect:
             count: how many to keep, at least 1.
         """
         tid, _, _ = cute.arch.thread_idx()
-        histogram, result = self.histogram, self.result
-        histogram[tid] = Uint32(0)
+        self.histogram[tid] = Uint32(0)
         if const_expr(self.ord_bits is None):
             base, ord_bits = self._range(source, ords, positions)
         else:
@@ -95,10 +94,7 @@ class BlockSelect:
                 self._count_digits(source, ords, positions, True, high, prefix, mask, shift)
             else:
                 self._count_digits(source, ords, positions, False, base, prefix, mask, shift)
-            cute.arch.sync_threads()
-            self._find_digit(count)
-            cute.arch.sync_threads()
-            digit, above, inside = result[0], Int32(result[1]), Int32(result[2])
+            digit, above, inside = self._find_digit(count)
             count = count - above
             prefix = prefix | (digit << Uint32(shift))
             mask = Uint32(0) - (Uint32(1) << Uint32(shift))
@@ -127,8 +123,7 @@ class BlockSelect:
         It takes passes over the ords until at most ``room`` are left; when more are, they tie. Needs ``ord_bits``.
         """
         tid, _, _ = cute.arch.thread_idx()
-        histogram, result = self.histogram, self.result
-        histogram[tid] = Uint32(0)
+        self.histogram[tid] = Uint32(0)
         cute.arch.sync_threads()
         missing, left = count, Int32(room + 1)
         shift = self._first_shift(Int32(self.ord_bits)) + self.digit_bits
@@ -137,10 +132,7 @@ class BlockSelect:
             mask = bits_above(shift)
             shift = cutlass.max(shift - self.digit_bits, Int32(0))
             self._count_digits(source, ords, positions, False, Uint32(0), prefix, mask, shift)
-            cute.arch.sync_threads()
-            self._find_digit(missing)
-            cute.arch.sync_threads()
-            digit, above, inside = result[0], Int32(result[1]), Int32(result[2])
+            digit, above, inside = self._find_digit(missing)
             missing = missing - above
             left = count - missing + inside
             if inside != 0:  # else there are fewer than asked for
@@ -219,11 +211,15 @@ class BlockSelect:
         return bit_length(warp_or(partials[lane] if lane < self.warps else Uint32(0)))
 
     @cute.jit
-    def _find_digit(self, count: Int32) -> None:
-        """Finds the bin that holds the ``count``-th largest key, and clears the histogram. Has a barrier."""
+    def _find_digit(self, count: Int32):
+        """``(bin of the count-th largest key, keys above it, keys in it)``; 0 in it when there are fewer.
+
+        Clears the histogram. Begins and ends with a barrier, and has one.
+        """
         tid, _, _ = cute.arch.thread_idx()
         lane, warp, partials = tid % WARP, tid // WARP, self.partials
         histogram, result = self.histogram, self.result
+        cute.arch.sync_threads()
         bin = self.threads - 1 - tid  # thread 0 has the largest digit
         inside = Int32(histogram[bin])
         histogram[bin] = Uint32(0)
@@ -239,6 +235,8 @@ class BlockSelect:
         if (tid == self.threads - 1) & (upto < count):
             result[1] = Uint32(0)
             result[2] = Uint32(0)
+        cute.arch.sync_threads()
+        return result[0], Int32(result[1]), Int32(result[2])
 
     @cute.jit
     def count(self, source: Source, ords: cute.Tensor, positions: cute.Tensor, high: Uint32, low: Uint32, sink: Sink):

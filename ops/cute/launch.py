@@ -119,7 +119,7 @@ def prepare_rescue(
     arguments = (
         _aligned(gathered), saturation.contiguous(), _unit("logits", logits), row_ends,
         *_outputs(out, kv, emit_ids), exchange.list_epoch, exchange.bases, exchange.rank,
-        divisor(spec.interleave), *_blocks(kv), *_watch(exchange, rows, 1),
+        divisor(spec.interleave), *_blocks(kv), *_watch(exchange, rows),
     )  # fmt: skip
     return Launch(kernel, arguments, out, exchange)
 
@@ -155,7 +155,7 @@ def prepare_exchange(
     rescue = (_unit("logits", logits), row_ends) if shape.rescues else (None, None)
     arguments = (
         words.contiguous(), None, None, *rescue, *_outputs(out, kv, emit_ids), *_memory(exchange), rows,
-        exchange.rank, divisor(spec.interleave), *_blocks(kv), *_watch(exchange, rows, 1),
+        exchange.rank, divisor(spec.interleave), *_blocks(kv), *_watch(exchange, rows),
     )  # fmt: skip
     return Launch(kernel, arguments, out, exchange)
 
@@ -205,7 +205,7 @@ def _memory(exchange: DeviceExchange) -> tuple[Tensor | None, ...]:
     return exchange.epoch, exchange.list_epoch if exchange.rescue_slots else None, exchange.bases
 
 
-def _watch(exchange: DeviceExchange, rows: int, parts: int) -> tuple[int, int, tuple[int, int]]:
+def _watch(exchange: DeviceExchange, rows: int, parts: int = 1) -> tuple[int, int, tuple[int, int]]:
     """Failure record, time limit, and blocks over the rows and for each.
 
     All blocks are resident, so that none waits for one that cannot start.

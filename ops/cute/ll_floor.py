@@ -142,7 +142,6 @@ def prepare_floor(exchange: DeviceExchange, words: torch.Tensor, spec: MergeSpec
         return Launch(None, (), None)
     shape = RowShape(spec.world_size, spec.topk, spec.local_topk, spec.layout is FP32)
     arguments = (
-        words.contiguous(), exchange.epoch, exchange.bases, rows, exchange.rank,
-        *_watch(exchange, rows, 1),
+        words.contiguous(), exchange.epoch, exchange.bases, rows, exchange.rank, *_watch(exchange, rows),
     )  # fmt: skip
     return Launch(compiled(Floor(shape), words.device), arguments, None, exchange)

@@ -17,7 +17,7 @@ ROOM = 6 * 1024
 
 @dataclass(frozen=True)
 class Survivors:
-    """What :meth:`gather` found, by ascending position; :meth:`fetch` brings it into the registers of a block.
+    """What :meth:`gathered` found, by ascending position; :meth:`fetch` brings it into the registers of a block.
 
     Attributes:
         threads: of the block, 1024: a warp a lane, for its sums.

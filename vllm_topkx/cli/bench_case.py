@@ -38,6 +38,13 @@ def local_topk(logits: Tensor, topk: int) -> Tensor:
     return best.sort(dim=-1).values.to(torch.int32)
 
 
+def restore(lists: Tensor, best: Tensor) -> None:
+    """Makes list ``i`` of ``lists [calls, T, K]`` the local top-K of buffer ``i % B`` of ``best [B, T, K]``."""
+    for first in range(0, len(lists), len(best)):
+        part = lists[first : first + len(best)]
+        part.copy_(best[: len(part)])
+
+
 class Case:
     """One rank's inputs of one configuration; :meth:`refresh` changes them in place.
 
@@ -88,6 +95,4 @@ class Case:
 
     def restore_lists(self) -> None:
         """Undoes what calls did to ``lists``."""
-        for first in range(0, self.calls, BUFFERS):
-            part = self.lists[first : first + BUFFERS]
-            part.copy_(self.best[: len(part)])
+        restore(self.lists, self.best)

@@ -16,7 +16,7 @@ from ..ops.exchange import ExchangeSettings
 from ..ops.layouts import BF16, FP32, Layout, exchange_bytes, packed_row_words
 from ..ops.spec import MergeSpec
 from ..settings import Settings
-from .bench_case import fill_scores, local_topk
+from .bench_case import fill_scores, local_topk, restore
 from .bench_check import Truth, worst
 from .bench_plan import Plan
 from .bench_record import UNCHECKED, Measurement, Panel, Results
@@ -157,14 +157,14 @@ class LoopbackCase:
             merged = launches[i].run()
             return Output() if merged is None else Output(ids=merged if kind == "list" else merged.ids)
 
-        return call, self._restore
+        return call, self._restore_lists if kind == "list" else self._restore_epochs
 
-    def _restore(self) -> None:
-        """What the calls of a graph need before each replay."""
+    def _restore_epochs(self) -> None:
         self.epochs.fill_(EPOCH_BEFORE)
-        for first in range(0, self.plan.calls, BUFFERS):
-            part = self.lists[first : first + BUFFERS]
-            part.copy_(self.best[: len(part)])
+
+    def _restore_lists(self) -> None:
+        self._restore_epochs()
+        restore(self.lists, self.best)
 
     def _vllm_select(self) -> Call:
         kernels = VllmKernels.load()
