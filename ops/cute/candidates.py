@@ -11,13 +11,14 @@ from typing import Protocol
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32, Uint64
 
+from .primitives import WARP
+
 
 class Source(Protocol):
     """Where the candidates of a row come from.
 
-    Candidate ``c`` of ``(warp, group, i, lane)`` is ``((warp * groups + group) * items + i) * 32 + lane``:
-    consecutive lanes read consecutive memory, and the candidates of a warp are consecutive, so that one
-    scan over the warps orders them all.
+    Which candidates a thread has is what :func:`candidate` says: consecutive lanes read consecutive memory, and
+    the candidates of a warp are consecutive, so that one scan over the warps orders them all.
 
     Attributes:
         items: candidates a thread holds at once.
@@ -45,6 +46,12 @@ class Sink(Protocol):
     def collect(self, partials: cute.Tensor, warps: int, lane: Int32) -> None: ...
 
     def put(self, kept: Boolean, place: Int32, group: Int32, i: int, ord: Uint32, position: Uint32) -> None: ...
+
+
+def candidate(items: int, i: int, group: Int32 | int = 0, groups: Int32 | int = 1) -> Int32:
+    """Candidate ``i`` of this thread in ``group``, for ``items`` and ``groups`` as :class:`Source` has them."""
+    tid, _, _ = cute.arch.thread_idx()
+    return ((tid // WARP * groups + group) * items + i) * WARP + tid % WARP
 
 
 def is_kept(ord: Uint32, position: Uint32, high: Uint32, low: Uint32) -> Boolean:

@@ -8,8 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 
+from .candidates import candidate
 from .peers import Peers
-from .primitives import WARP, Divisor, element, load_half, load_word, load_words
+from .primitives import Divisor, element, load_half, load_word, load_words
 from .row_words import row_words
 from .shape import IN_FLIGHT, IN_FLIGHT_IN_ROUND_2, RowShape
 from .wait import Watch, nothing_yet, wait_tagged
@@ -95,9 +96,7 @@ class RankWords:
         return rank * self.shape.local_topk + Int32(lists) * (self.shape.topk - self.shape.local_topk)
 
     def _candidate(self, group: Int32, i: int) -> Int32:
-        """Candidate ``i`` of this thread in ``group``; see :class:`.candidates.Source`."""
-        tid, _, _ = cute.arch.thread_idx()
-        return ((tid // WARP * self.groups + group) * self.items + i) * WARP + tid % WARP
+        return candidate(self.items, i, group, self.groups)
 
     def rank_of(self, group: Int32, i: int) -> Int32:
         """The rank that sent a candidate of round 1; W or more past the last."""

@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32, const_expr
 
 from ..layouts import packed_row_words
+from .candidates import candidate
 from .primitives import WARP, SmemAllocator, anew, or_shared, shared_words
 from .shape import RowShape
 
@@ -95,9 +96,7 @@ class LogitsSource:
             self.read(self._first(Int32(0)), ords)
 
     def _first(self, group: Int32) -> Int32:
-        """Candidate 0 of this thread in ``group``; see :class:`.candidates.Source`."""
-        tid, _, _ = cute.arch.thread_idx()
-        return (tid // WARP * self.groups + group) * self.items * WARP + tid % WARP
+        return candidate(self.items, 0, group, self.groups)
 
     @cute.jit
     def read(self, first: Int32, ords: cute.Tensor) -> None:
@@ -145,8 +144,7 @@ class ListSource:
 
     def place(self, i: int) -> Int32:
         """Which of the K candidate ``i`` of this thread is."""
-        tid, _, _ = cute.arch.thread_idx()
-        return (tid // WARP * self.items + i) * WARP + tid % WARP
+        return candidate(self.items, i)
 
     def gather(self, ords: cute.Tensor, positions: cute.Tensor) -> None:
         self.gather_from(self.place(0), ords, positions)

@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
+from .candidates import candidate
 from .primitives import WARP, SmemAllocator, ballot, lower_lanes, shared_words, warp_sum
 from .row_words import LogitsSource
 
@@ -42,10 +43,9 @@ class Survivors:
 
     @cute.jit
     def fetch(self, ords: cute.Tensor, positions: cute.Tensor) -> None:
-        tid, _, _ = cute.arch.thread_idx()
         survivors = self.list
         for i in cutlass.range_constexpr(self.items):
-            c = (tid // WARP * self.items + i) * WARP + tid % WARP
+            c = candidate(self.items, i)
             ords[i] = Uint32(0)
             positions[i] = Uint32(0)
             if c < self.count:

@@ -60,7 +60,7 @@ class Case:
         self, rank: int, world_size: int, rows: int, columns: int, topk: int, scores: str, calls: int, device: str
     ) -> None:
         self.rank, self.world_size, self.rows, self.columns, self.topk = rank, world_size, rows, columns, topk
-        self.scores, self.calls = scores, calls
+        self.scores = scores
         self.logits = torch.zeros(BUFFERS, rows, columns, device=device)
         self.bf16 = torch.zeros_like(self.logits, dtype=torch.bfloat16)
         self.ends = torch.full((rows,), columns, dtype=torch.int32, device=device)
